@@ -1,0 +1,79 @@
+// Mask and score policies: everything that may be composed into a kernel, none of it in a kernel.
+//
+// A mask answers two questions. `kv_range(q_begin, q_end)` gives the keys that any of the rows
+// [q_begin, q_end) sees and the keys that all of them see: blocks outside the first are skipped,
+// blocks inside the second are never masked. `row_range(i)` gives the keys that row i sees, and
+// `keep(i, j)` whether key j is one. A score edits a logit before the mask.
+#pragma once
+#include "../prim/reduce.cuh"
+#include "params.cuh"
+
+// Lengths of one batch entry. Lengths that live on the device are clamped to the array, so that a
+// wrong one can never lead outside it.
+struct Lengths {
+  int q, k, shift;
+  CUFA2_DEVICE Lengths(const FwdParams& p, int batch) : q(p.seqlen_q), k(p.seqlen_k) {
+    if (p.seqlens_q) q = min(max(p.seqlens_q[batch], 0), q);
+    if (p.seqlens_k) k = min(max(p.seqlens_k[batch], 0), k);
+    shift = p.top_left ? 0 : k - q;
+  }
+};
+
+// Keys [begin, end) are seen by some row of a tile, keys [full_begin, full_end) by every row.
+struct KvRange { int begin, end, full_begin, full_end; };
+
+// Keys [begin, end) that one row sees.
+struct RowRange { int begin, end; };
+
+// Only the length of the sequence limits what a row sees.
+struct FullMask {
+  static constexpr bool kPerRow = false;
+  int seqlen_k;
+  CUFA2_DEVICE FullMask(const FwdParams&, const Lengths& len) : seqlen_k(len.k) {}
+  CUFA2_DEVICE KvRange kv_range(int, int) const { return {0, seqlen_k, 0, seqlen_k}; }
+  CUFA2_DEVICE RowRange row_range(int) const { return {0, seqlen_k}; }
+  CUFA2_DEVICE bool keep(int, int j) const { return j < seqlen_k; }
+};
+
+// i + shift - left <= j <= i + shift + right, both ends inclusive; causal is right = 0.
+template <bool LEFT, bool RIGHT> struct WindowMask {
+  static_assert(LEFT || RIGHT, "a window without bounds is FullMask");
+  static constexpr bool kPerRow = true;
+  int seqlen_k, first, last;  // row i sees keys i + first .. i + last
+  CUFA2_DEVICE WindowMask(const FwdParams& p, const Lengths& len)
+      : seqlen_k(len.k), first(len.shift - p.window_left), last(len.shift + p.window_right) {}
+  CUFA2_DEVICE RowRange row_range(int i) const {
+    return {LEFT ? max(i + first, 0) : 0, RIGHT ? min(i + last + 1, seqlen_k) : seqlen_k};
+  }
+  CUFA2_DEVICE KvRange kv_range(int q_begin, int q_end) const {
+    const RowRange top = row_range(q_begin), bottom = row_range(q_end - 1);
+    return {top.begin, bottom.end, bottom.begin, max(top.end, 0)};
+  }
+  CUFA2_DEVICE bool keep(int i, int j) const {
+    const RowRange range = row_range(i);
+    return j >= range.begin && j < range.end;
+  }
+};
+
+using CausalMask = WindowMask<false, true>;
+using LeftMask = WindowMask<true, false>;
+using LocalMask = WindowMask<true, true>;
+
+// The logit as it is; the scale is folded into the exponential.
+struct PlainScore {
+  static constexpr bool kIdentity = true;
+  CUFA2_DEVICE explicit PlainScore(const FwdParams&) {}
+  CUFA2_DEVICE float score(float s) const { return s; }
+};
+
+// softcap * tanh(scale * s / softcap), of which this is the tanh: 1 - 2 / (1 + e^2x) is exact to
+// 1e-7 of the cap, where tanh.approx would be off by 5e-4 of it; saturates without overflow.
+struct SoftcapScore {
+  static constexpr bool kIdentity = false;
+  float twice_log2;  // 2 log2(e) * scale / softcap
+  CUFA2_DEVICE explicit SoftcapScore(const FwdParams& p)
+      : twice_log2(2.0f * kLog2E * p.score_scale) {}
+  CUFA2_DEVICE float score(float s) const {
+    return 1.0f - 2.0f * reciprocal_approx(1.0f + exp2_approx(s * twice_log2));
+  }
+};

@@ -1,0 +1,375 @@
+// Forward attention on mma.sync tensor cores; compute capability 8.0 and newer.
+//
+//   o[i] = sum_j exp(s[i,j] - lse[i]) v[j],   s = softmax_scale q k^T (+ policies)
+//
+// One block owns BLOCK_Q query rows of one head and walks over the key blocks its mask leaves,
+// from the last to the first. Each warp owns 16 * M_TILES rows: S = Q K^T stays in its registers,
+// becomes P there (online softmax) and is the A operand of O += P V, so no score ever touches
+// memory. K and V are double-buffered by cp.async: the loads of a block are issued when the block
+// before it starts, and one barrier per block both publishes the data and frees the other buffer.
+//
+// NaN never leaks from a masked key: padded rows are filled with zeros on the way in, masked
+// scores are selected away, and should a NaN still reach O through 0 * NaN (a non-finite V row
+// that only some rows of the tile may see), the tile is done again with products that are added
+// only to the rows that keep the key.
+#pragma once
+#include "attn/features.cuh"
+#include "attn/schedule.cuh"
+#include "attn/softmax.cuh"
+#include "prim/barrier.cuh"
+
+template <class T_, int D_, int DV_, int BLOCK_Q_, int BLOCK_K_, int WARPS_, bool Q_IN_REGISTERS_>
+struct FwdTile {
+  using T = T_;
+  static constexpr int D = D_, DV = DV_, BLOCK_Q = BLOCK_Q_, BLOCK_K = BLOCK_K_, WARPS = WARPS_;
+  static constexpr bool Q_IN_REGISTERS = Q_IN_REGISTERS_;
+  static constexpr int kThreads = 32 * WARPS;
+  static constexpr int M_TILES = BLOCK_Q / (16 * WARPS);
+  static constexpr int kStages = 2;
+  static_assert(BLOCK_Q == 16 * WARPS * M_TILES, "warps split the query rows evenly");
+  static_assert(BLOCK_K % 16 == 0, "a key block is whole k16 steps of P V");
+
+  using Q = SmemTile<BLOCK_Q, D>;
+  using K = SmemTile<BLOCK_K, D>;
+  using V = SmemTile<BLOCK_K, DV>;
+  using O = SmemTile<BLOCK_Q, DV>;
+  using Scores = Accumulator<M_TILES, BLOCK_K / 8>;
+  using Output = Accumulator<M_TILES, DV / 8>;
+
+  // First row of a thread's warp within the tile.
+  static CUFA2_DEVICE int warp_row(int thread) { return thread / 32 * 16 * M_TILES; }
+
+  // O leaves through the shared memory that Q came in.
+  static constexpr int kQBytes = Q::kBytes > O::kBytes ? Q::kBytes : O::kBytes;
+  static constexpr int kStageBytes = K::kBytes + V::kBytes;
+  static constexpr int kBytes = kQBytes + kStages * kStageBytes;
+};
+
+// Multiplies the Q tile by 0 or -1, so that scale <= 0 costs the main loop nothing: the softmax
+// always sees a positive scale and takes the right maximum.
+template <class Tile> CUFA2_DEVICE void apply_sign(u32 q_tile, float sign, int thread) {
+  for (int i = thread; i < Tile::Q::kBytes / 16; i += Tile::kThreads) {
+    Chunk c = load_shared_16(q_tile + 16 * i);
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const Float2 f = unpack2<typename Tile::T>(c.word[w]);
+      c.word[w] = pack2<typename Tile::T>(f.lo * sign, f.hi * sign);
+    }
+    store_shared_16(q_tile + 16 * i, c);
+  }
+}
+
+// S = Q K^T for one key block. `q_kept` holds Q if the tile keeps it in registers.
+template <class Tile, class QReader, class KReader>
+CUFA2_DEVICE void multiply_qk(typename Tile::Scores& s, const QReader& q, const KReader& k,
+                              const u32 (*q_kept)[Tile::M_TILES][4]) {
+  s.clear();
+#pragma unroll
+  for (int kk = 0; kk < Tile::D / 16; ++kk) {
+    u32 a[Tile::M_TILES][4];
+#pragma unroll
+    for (int m = 0; m < Tile::M_TILES; ++m) {
+      if constexpr (Tile::Q_IN_REGISTERS) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) a[m][e] = q_kept[kk][m][e];
+      } else {
+        q.load(a[m], m, kk);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < Tile::BLOCK_K / 16; ++n) {
+      u32 b[4];
+      k.load(b, n, kk);
+#pragma unroll
+      for (int m = 0; m < Tile::M_TILES; ++m) {
+        mma_m16n8k16<typename Tile::T>(s.at[m][2 * n], a[m], b[0], b[2]);
+        mma_m16n8k16<typename Tile::T>(s.at[m][2 * n + 1], a[m], b[1], b[3]);
+      }
+    }
+  }
+}
+
+// P of one k16 step as an A operand: two neighbouring score tiles, rounded.
+template <class T, class Scores>
+CUFA2_DEVICE void pack_p(u32 (&a)[4], const Scores& p, int m, int kk) {
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    const float* pair = &p.at[m][2 * kk + (e >> 1)][2 * (e & 1)];
+    a[e] = pack2<T>(pair[0], pair[1]);
+  }
+}
+
+// O += P V for one key block.
+template <class Tile, class VReader>
+CUFA2_DEVICE void multiply_pv(typename Tile::Output& o, const typename Tile::Scores& p,
+                              const VReader& v) {
+#pragma unroll
+  for (int kk = 0; kk < Tile::BLOCK_K / 16; ++kk) {
+    u32 a[Tile::M_TILES][4];
+#pragma unroll
+    for (int m = 0; m < Tile::M_TILES; ++m) pack_p<typename Tile::T>(a[m], p, m, kk);
+#pragma unroll
+    for (int n = 0; n < Tile::DV / 16; ++n) {
+      u32 b[4];
+      v.load_trans(b, kk, n);
+#pragma unroll
+      for (int m = 0; m < Tile::M_TILES; ++m) {
+        mma_m16n8k16<typename Tile::T>(o.at[m][2 * n], a[m], b[0], b[1]);
+        mma_m16n8k16<typename Tile::T>(o.at[m][2 * n + 1], a[m], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// The same sum, one key of each k16 step at a time, each added only to the rows that keep it.
+// Sixteen times the products; runs only for tiles in which a NaN appeared.
+template <class Tile, class Mask>
+CUFA2_DEVICE void multiply_pv_kept(typename Tile::Output& o, const typename Tile::Scores& p,
+                                   u32 v_tile, const Mask& mask, int q_begin, int key) {
+#pragma unroll
+  for (int kk = 0; kk < Tile::BLOCK_K / 16; ++kk) {
+#pragma unroll
+    for (int m = 0; m < Tile::M_TILES; ++m) {
+      u32 a[4];
+      pack_p<typename Tile::T>(a, p, m, kk);
+#pragma unroll 1
+      for (int c = 0; c < 16; ++c) {
+        const int lane = thread_index() % 32;
+        const auto v = FragmentReader<typename Tile::V>::at(v_tile, lane);
+        const int row = q_begin + Tile::warp_row(thread_index()) + Tile::Output::row(lane, 2 * m);
+        const int j = key + 16 * kk + c;
+        const bool keep[2] = {mask.keep(row, j), mask.keep(row + 8, j)};
+        // A lane holds rows 2t, 2t+1 of V in b0 and rows 2t+8, 2t+9 in b1; row c alone survives.
+        const u32 half = c & 1 ? 0xffff0000u : 0x0000ffffu;
+        const u32 mine = 2 * (lane % 4) == (c & 6) ? half : 0u;
+        const u32 mine0 = c < 8 ? mine : 0u, mine1 = c < 8 ? 0u : mine;
+#pragma unroll
+        for (int n = 0; n < Tile::DV / 8; ++n) {
+          warp_sync();  // keeps the compiler from loading all of V ahead: no registers for that
+          u32 b[4];
+          v.load_trans(b, kk, n / 2);
+          float product[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+          mma_m16n8k16<typename Tile::T>(product, a, b[2 * (n & 1)] & mine0,
+                                         b[2 * (n & 1) + 1] & mine1);
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            if (keep[e >> 1]) o.at[m][n][e] += product[e];
+          }
+        }
+      }
+    }
+  }
+}
+
+template <class Tile, class Score>
+CUFA2_DEVICE void apply_score(typename Tile::Scores& s, const Score& score) {
+  if constexpr (!Score::kIdentity) {
+#pragma unroll
+    for (int m = 0; m < Tile::M_TILES; ++m)
+#pragma unroll
+      for (int n = 0; n < Tile::Scores::N_TILES; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s.at[m][n][e] = score.score(s.at[m][n][e]);
+  }
+}
+
+// Selects away the scores of keys that a row does not see; `key` is the block's first key.
+template <class Tile, class Mask>
+CUFA2_DEVICE void apply_mask(typename Tile::Scores& s, const Mask& mask, int q_begin, int key) {
+  const int lane = thread_index() % 32, q_row = q_begin + Tile::warp_row(thread_index());
+#pragma unroll
+  for (int r = 0; r < Tile::Scores::kRows; ++r) {
+    // Visible columns of this row, counted from the lane's first column.
+    const RowRange range = mask.row_range(q_row + Tile::Scores::row(lane, r));
+    const int origin = key + Tile::Scores::column(lane, 0, 0);
+    const int begin = range.begin - origin, end = range.end - origin;
+#pragma unroll
+    for (int n = 0; n < Tile::Scores::N_TILES; ++n)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int column = Tile::Scores::column(0, n, c);
+        if (column < begin || column >= end) s.at[r >> 1][n][2 * (r & 1) + c] = -inf();
+      }
+  }
+}
+
+// Normalises O and writes it and the log-sum-exp. O passes through shared memory so that it leaves
+// in whole rows. Rows without a visible key and rows past the sequence become exact zeros.
+template <class Tile, class Softmax>
+CUFA2_DEVICE void store_output(const FwdParams& p, const Work& work, int seqlen_q,
+                               const typename Tile::Output& o, const Softmax& softmax, u32 o_tile,
+                               int thread) {
+  using T = typename Tile::T;
+  constexpr int M_TILES = Tile::M_TILES, kRows = 2 * M_TILES;
+  const int lane = thread % 32, warp_row = Tile::warp_row(thread);
+  float inverse[kRows], lse[kRows];
+  softmax.finish(inverse, lse);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const int m = r >> 1, e = (r & 1) * 2;
+    const int row = warp_row + Tile::Output::row(lane, r), i = work.q_begin + row;
+    const bool zero = inverse[r] == 0.0f || i >= seqlen_q;
+#pragma unroll
+    for (int n = 0; n < Tile::Output::N_TILES; ++n) {
+      const u32 pair = pack2<T>(o.at[m][n][e] * inverse[r], o.at[m][n][e + 1] * inverse[r]);
+      store_shared_4(o_tile + Tile::O::offset(row, n) + 4 * (lane % 4), zero ? 0u : pair);
+    }
+    if (p.lse && lane % 4 == 0 && i < p.seqlen_q) {
+      p.lse[work.batch * p.lse_stride.batch + work.head * p.lse_stride.head +
+            i * p.lse_stride.row] = zero ? -inf() : lse[r];
+    }
+  }
+  warp_sync();  // a warp stores the rows it staged
+  T* out = static_cast<T*>(p.o) + work.batch * p.o_stride.batch + work.head * p.o_stride.head;
+#pragma unroll 4
+  for (int c = lane; c < 16 * M_TILES * Tile::O::kChunks; c += 32) {
+    const int row = warp_row + c / Tile::O::kChunks, chunk = c % Tile::O::kChunks;
+    const int i = work.q_begin + row;
+    if (i < p.seqlen_q && chunk * 8 < p.head_dim_v) {
+      store_global_16(out + i * p.o_stride.row + chunk * 8,
+                      load_shared_16(o_tile + Tile::O::offset(row, chunk)));
+    }
+  }
+}
+
+// What a block knows about its tile. It lies in shared memory, written once by one thread: the
+// registers belong to O and S, and most of this is read once per key block or less.
+template <class T, class Mask> struct Frame {
+  Work work;
+  Lengths len;
+  Mask mask;
+  int first, last;              // key blocks that some row of the tile sees; none: last < first
+  int full_first, full_beyond;  // among them, those [full_first, full_beyond) that need no mask
+  const T *q, *k, *v;           // row 0 of the head; q at the tile's first row
+
+  template <class Tile>
+  CUFA2_DEVICE Frame(const FwdParams& p, const Work& w, Tile)
+      : work(w), len(p, w.batch), mask(p, len), first(0), last(-1),
+        q(static_cast<const T*>(p.q) + w.batch * p.q_stride.batch + w.head * p.q_stride.head +
+          w.q_begin * p.q_stride.row),
+        k(static_cast<const T*>(p.k) + w.batch * p.k_stride.batch +
+          w.head / p.group * p.k_stride.head),
+        v(static_cast<const T*>(p.v) + w.batch * p.v_stride.batch +
+          w.head / p.group * p.v_stride.head) {
+    const int q_end = min(w.q_begin + Tile::BLOCK_Q, len.q);
+    const KvRange range = mask.kv_range(w.q_begin, q_end);
+    if (w.q_begin < q_end && range.begin < range.end) {
+      first = range.begin / Tile::BLOCK_K;
+      last = (range.end - 1) / Tile::BLOCK_K;
+    }
+    full_first = (range.full_begin + Tile::BLOCK_K - 1) / Tile::BLOCK_K;
+    full_beyond = range.full_end / Tile::BLOCK_K;
+  }
+};
+
+// Computes and stores one tile; returns whether this thread met a NaN in O. KEPT: masked blocks
+// add their products to the rows that keep a key only, so that no NaN reaches a row it should not.
+template <class Tile, bool KEPT, class Score, class Frame>
+CUFA2_DEVICE bool attend(const FwdParams& p, const Frame& frame, const Score& score, u32 q_tile) {
+  constexpr int BLOCK_K = Tile::BLOCK_K, M_TILES = Tile::M_TILES;
+  const int thread = thread_index(), lane = thread % 32;
+  const u32 k_tile = q_tile + Tile::kQBytes, v_tile = k_tile + Tile::K::kBytes;
+  auto load_kv = [&](int block, u32 stage) {
+    const int thread = thread_index();
+    const int row = block * BLOCK_K, rows_left = frame.len.k - row;
+    TileLoader<typename Tile::K, Tile::kThreads>::load(
+        k_tile + stage, frame.k + row * p.k_stride.row, p.k_stride.row, rows_left, p.head_dim,
+        thread);
+    cp_async_commit();
+    TileLoader<typename Tile::V, Tile::kThreads>::load(
+        v_tile + stage, frame.v + row * p.v_stride.row, p.v_stride.row, rows_left, p.head_dim_v,
+        thread);
+    cp_async_commit();
+  };
+
+  const auto q_reader = FragmentReader<typename Tile::Q>::at(
+      q_tile + Tile::warp_row(thread) * Tile::Q::kRowBytes, lane);
+  if (frame.last >= frame.first) {
+    TileLoader<typename Tile::Q, Tile::kThreads>::load(q_tile, frame.q, p.q_stride.row,
+                                                       frame.len.q - frame.work.q_begin, p.head_dim, thread);
+    cp_async_commit();
+    load_kv(frame.last, 0);
+    if (p.q_sign != 1.0f || Tile::Q_IN_REGISTERS) {
+      cp_async_wait<2>();
+      block_sync();
+      if (p.q_sign != 1.0f) {
+        apply_sign<Tile>(q_tile, p.q_sign, thread);
+        block_sync();
+      }
+    }
+  }
+  u32 q_kept[Tile::Q_IN_REGISTERS ? Tile::D / 16 : 1][M_TILES][4];
+  if constexpr (Tile::Q_IN_REGISTERS) {
+#pragma unroll
+    for (int kk = 0; kk < Tile::D / 16; ++kk)
+#pragma unroll
+      for (int m = 0; m < M_TILES; ++m) q_reader.load(q_kept[kk][m], m, kk);
+  }
+
+  typename Tile::Output o;
+  OnlineSoftmax<2 * M_TILES> softmax;
+  o.clear();
+  softmax.reset();
+  u32 stage = 0;
+  for (int block = frame.last; block >= frame.first; --block) {
+    // The first block starts when its K is there; V lands while S is computed.
+    if (block == frame.last) cp_async_wait<1>(); else cp_async_wait<0>();
+    block_sync();  // this block's K and V are visible; the other buffer is free
+    if (block > frame.first) load_kv(block - 1, stage ^ Tile::kStageBytes);
+
+    typename Tile::Scores s;
+    multiply_qk<Tile>(s, q_reader,
+                      FragmentReader<typename Tile::K>::at(k_tile + stage, lane), q_kept);
+    apply_score<Tile>(s, score);
+    const bool masked = block < frame.full_first || block >= frame.full_beyond;
+    if (masked) apply_mask<Tile>(s, frame.mask, frame.work.q_begin, block * BLOCK_K);
+    softmax.step(s, o, p.scale_log2);
+    if (block == frame.last) {
+      if (block > frame.first) cp_async_wait<2>(); else cp_async_wait<0>();
+      block_sync();
+    }
+    if (KEPT && masked) {
+      multiply_pv_kept<Tile>(o, s, v_tile + stage, frame.mask, frame.work.q_begin,
+                             block * BLOCK_K);
+    } else {
+      multiply_pv<Tile>(o, s, FragmentReader<typename Tile::V>::at(v_tile + stage, lane));
+    }
+    stage ^= Tile::kStageBytes;
+  }
+  const bool nan = o.has_nan();
+  block_sync();  // every warp is done with Q, K and V
+  store_output<Tile>(p, frame.work, frame.len.q, o, softmax, q_tile, thread_index());
+  return nan;
+}
+
+template <class Tile, class Mask, class Score>
+CUFA2_DEVICE void fwd_sm80(const FwdParams& p) {
+  using TileFrame = Frame<typename Tile::T, Mask>;
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  __shared__ __align__(16) unsigned char frame_memory[sizeof(TileFrame)];
+  auto& frame = *reinterpret_cast<TileFrame*>(frame_memory);
+  const Work work = find_work<Tile::BLOCK_Q>(p);
+  if (!work.valid) return;
+  if (thread_index() == 0) frame = TileFrame(p, work, Tile());
+  block_sync();
+  const Score score(p);
+  const u32 memory = shared_address(shared_memory);
+  const bool nan = attend<Tile, false>(p, frame, score, memory);
+  if constexpr (Mask::kPerRow) {
+    if (!block_any(nan)) return;
+    // Rare: the tile again, in smaller parts to leave registers for the slower products.
+    using Redo = FwdTile<typename Tile::T, Tile::D, Tile::DV, 16 * Tile::WARPS, 32, Tile::WARPS,
+                         false>;
+#pragma unroll 1
+    for (int part = 0; part < Tile::M_TILES; ++part) {
+      if (thread_index() == 0) {
+        Work some = frame.work;
+        if (part > 0) some.q_begin += Redo::BLOCK_Q;
+        frame = TileFrame(p, some, Redo());
+      }
+      block_sync();
+      attend<Redo, true>(p, frame, score, memory);
+      block_sync();
+    }
+  }
+}

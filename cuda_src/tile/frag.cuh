@@ -1,0 +1,70 @@
+// Register fragments: a warp's accumulator tile, and the loads that feed mma_m16n8k16 from a
+// swizzled shared tile. Element owners are those of prim/mma.cuh.
+#pragma once
+#include "../prim/mma.cuh"
+#include "smem.cuh"
+
+// A (16 * M_TILES) x (8 * N_TILES) float32 accumulator spread over a warp.
+template <int M_TILES_, int N_TILES_> struct Accumulator {
+  static constexpr int M_TILES = M_TILES_;
+  static constexpr int N_TILES = N_TILES_;
+  static constexpr int kRows = 2 * M_TILES;  // rows of which a lane owns elements
+  float at[M_TILES][N_TILES][4];
+
+  CUFA2_DEVICE void clear() {
+#pragma unroll
+    for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+      for (int n = 0; n < N_TILES; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) at[m][n][e] = 0.0f;
+  }
+
+  // Whether this lane owns a NaN.
+  CUFA2_DEVICE bool has_nan() const {
+    bool nan = false;
+#pragma unroll
+    for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+      for (int n = 0; n < N_TILES; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) nan = nan || at[m][n][e] != at[m][n][e];
+    return nan;
+  }
+
+  // Row within the warp tile of a lane's r-th row, and column of element e of tile n.
+  static CUFA2_DEVICE int row(int lane, int r) { return (r >> 1) * 16 + (r & 1) * 8 + lane / 4; }
+  static CUFA2_DEVICE int column(int lane, int n, int e) { return n * 8 + 2 * (lane % 4) + (e & 1); }
+};
+
+// Reads operands by ldmatrix.x4 from a SmemTile. The swizzle depends on the lane alone because
+// fragment rows advance in steps of 8 or 16; the lane's part is computed once.
+template <class Smem> struct FragmentReader {
+  u32 base;   // byte address of the lane's row 0
+  u32 mixed;  // the lane's share of the chunk number, swizzled
+
+  // Lanes address rows 0-15 of a 16 x 16 block, then rows 0-15 of its right half. Loaded registers
+  // are r0: top left, r1: bottom left, r2: top right, r3: bottom right 8 x 8. So they are
+  //   an A operand a0..a3 as they stand,
+  //   two B operands stored [n][k]: (r0, r2) for n 0-7 and (r1, r3) for n 8-15,
+  //   two B operands stored [k][n], transposing: (r0, r1) for n 0-7 and (r2, r3) for n 8-15.
+  static CUFA2_DEVICE FragmentReader at(u32 tile, int lane) {
+    const int row = lane & 15;
+    return {tile + row * Smem::kRowBytes, static_cast<u32>((lane >> 4) ^ Smem::swizzle(row))};
+  }
+
+  // Address for the 16 x 16 block at row 16 * block_row, column 16 * block_column.
+  // Only the chunk bits that take part in the swizzle are mixed; the rest is a constant offset.
+  CUFA2_DEVICE u32 address(int block_row, int block_column) const {
+    constexpr int kMixed = Smem::kStretch / 2;  // 16-column blocks of a stretch
+    const u32 within = ((2 * (block_column % kMixed)) ^ mixed) << 4;
+    return base + within + block_row * 16 * Smem::kRowBytes + block_column / kMixed * kMixed * 32;
+  }
+
+  CUFA2_DEVICE void load(u32 (&r)[4], int block_row, int block_column) const {
+    ldmatrix_x4(r, address(block_row, block_column));
+  }
+  CUFA2_DEVICE void load_trans(u32 (&r)[4], int block_row, int block_column) const {
+    ldmatrix_x4_trans(r, address(block_row, block_column));
+  }
+};

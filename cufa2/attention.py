@@ -1,0 +1,298 @@
+"""FlashAttention2, the launcher class: one call from arrays in to arrays out.
+
+arrays -> Problem -> (CPU) reference or (GPU) plan, launch -> arrays. The functions of `api` are
+thin over it.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from . import arrays, device, launch, plan, reference
+from .arrays import ArrayView
+from .launch import KernelRecord, Loaded, Scratch
+from .placement import Place, hold, parse_device, place
+from .problem import (
+    Options,
+    Problem,
+    check_array,
+    check_lengths,
+    lse_type,
+    make_problem,
+)
+
+
+class FlashAttention2:
+    """Forward and backward attention for one head dim, dtype and set of options.
+
+    head_dim, dtype: D and the dtype's name (or a NumPy dtype) that arrays must have.
+    head_dim_v: Dv, default D.
+    causal, window, softmax_scale, softcap, layout, deterministic: as in `flash_attention`.
+    device: "cuda", "cuda:N" or N compiles and loads the kernel now (first time about a second,
+        later from the disk cache); "cpu" refuses GPU arrays; None decides at the first call by
+        where its arrays lie.
+
+    The launcher owns grids and work buffers: buffers are kept per stream and grown when needed;
+    they exist only for tensors that a kernel cannot read in place. The log-sum-exp that `forward`
+    returns is a new array each call, because callers keep it for the backward pass.
+
+    Raises ValueError, TypeError: an option or head dim is wrong. UnsupportedError: `device` is a
+    GPU without a kernel for this. CompileError: NVRTC is missing or failed.
+    """
+
+    options: Options
+    head_dim: int | None
+    head_dim_v: int | None
+    dtype: str | None
+    _device: tuple[str, int] | None
+
+    def __init__(
+        self,
+        head_dim: int,
+        dtype: Any,
+        *,
+        head_dim_v: int | None = None,
+        causal: bool | str = False,
+        window: tuple[int | None, int | None] | None = None,
+        softmax_scale: float | None = None,
+        softcap: float = 0.0,
+        layout: str = "bshd",
+        deterministic: bool = False,
+        device: str | int | None = None,
+    ) -> None:
+        options = Options.make(
+            causal=causal,
+            window=window,
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            layout=layout,
+            deterministic=deterministic,
+        )
+        self._setup(options)
+        name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+        dims = (head_dim, head_dim if head_dim_v is None else head_dim_v)
+        self.dtype, (self.head_dim, self.head_dim_v) = name, dims
+        self._device = parse_device(device)
+        head, head_v = (_Like((1, 1, 1, d), name) for d in dims)
+        problem = make_problem("forward", options, head, head, head_v)
+        if self._device is not None and self._device[0] == "cuda":
+            self._kernel(problem, self._device[1])
+
+    @classmethod
+    def for_options(cls, options: Options) -> FlashAttention2:
+        """A launcher for any head dim and dtype; what `flash_attention` uses."""
+        self = cls.__new__(cls)
+        self._setup(options)
+        return self
+
+    def _setup(self, options: Options) -> None:
+        self.options = options
+        self.head_dim = self.head_dim_v = self.dtype = None
+        self._device = None
+        self._records: dict[tuple[str, int], KernelRecord] = {}
+        self._scratch: dict[tuple[int, int], Scratch] = {}
+
+    @property
+    def kernels(self) -> tuple[KernelRecord, ...]:
+        """The kernels loaded so far: name, registers, shared memory; empty on the CPU."""
+        return tuple(self._records.values())
+
+    def forward(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        seqlens_q: Any = None,
+        seqlens_k: Any = None,
+        out: Any = None,
+        lse_out: Any = None,
+        stream: Any = None,
+        want_lse: bool = True,
+    ) -> tuple[Any, Any]:
+        """Compute (o, lse); shapes, dtypes and errors as in `flash_attention`.
+
+        want_lse=False returns None for lse and saves its memory.
+        """
+        inputs = {"q": q, "k": k, "v": v, "seqlens_q": seqlens_q, "seqlens_k": seqlens_k}
+        at = place({**inputs, "out": out, "lse_out": lse_out}, stream)
+        with at.current():
+            call = self._read(at, **inputs)
+            problem = self._problem("forward", call)
+            qv = call["q"]
+            o_shape = (*qv.shape[:-1], problem.head_dim_v)
+            o, o_view = self._output("out", out, o_shape, problem.dtype, call, at)
+            lse, lse_view = None, None
+            if want_lse or lse_out is not None:
+                lse, lse_view = self._output(
+                    "lse_out",
+                    lse_out,
+                    *lse_type(problem, len(qv.shape)),
+                    call,
+                    at,
+                )
+            if o_view.size or (lse_view is not None and lse_view.size):
+                self._run_forward(problem, call, o_view, lse_view, at)
+            o = arrays.export(o, qv, at) if out is None else out
+            if lse is not None and lse_out is None:
+                lse = arrays.export(lse, qv, at)
+            return o, lse
+
+    def backward(
+        self,
+        do: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        o: Any,
+        lse: Any,
+        *,
+        seqlens_q: Any = None,
+        seqlens_k: Any = None,
+        dlse: Any = None,
+        stream: Any = None,
+    ) -> tuple[Any, Any, Any]:
+        """Compute (dq, dk, dv); shapes, dtypes and errors as in `flash_attention_backward`."""
+        named = {
+            "q": q,
+            "k": k,
+            "v": v,
+            "do": do,
+            "o": o,
+            "lse": lse,
+            "dlse": dlse,
+            "seqlens_q": seqlens_q,
+            "seqlens_k": seqlens_k,
+        }
+        at = place(named, stream)
+        with at.current():
+            call = self._read(at, **named)
+            problem = self._problem("backward", call)
+            qv = call["q"]
+            o_shape = (*qv.shape[:-1], problem.head_dim_v)
+            check_array("do", call["do"], o_shape, problem.dtype)
+            check_array("o", call["o"], o_shape, problem.dtype)
+            for name in ("lse", "dlse"):
+                if call[name] is not None:
+                    check_array(
+                        name,
+                        call[name],
+                        *lse_type(problem, len(qv.shape)),
+                    )
+            if at.kind == "cuda":
+                plan.choose(problem, device.info(at.index))
+            grads = [arrays.empty(call[n].shape, problem.dtype, qv, at) for n in ("q", "k", "v")]
+            for n, g in zip("qkv", grads, strict=True):
+                call[f"d{n}"] = arrays.view(f"d{n}", g, at)
+            host = self._host(call)
+            do_, q_, k_, v_, o_, lse_ = (host[n] for n in ("do", "q", "k", "v", "o", "lse"))
+            results = (host["dq"], host["dk"], host["dv"])
+            options = (host.get(n) for n in ("dlse", "seqlens_q", "seqlens_k"))
+            reference.backward(problem, do_, q_, k_, v_, o_, lse_, *results, *options)
+            dq, dk, dv = (arrays.export(g, qv, at) for g in grads)
+            return dq, dk, dv
+
+    def _read(self, at: Place, **named: Any) -> dict[str, Any]:
+        """Views of all arrays given, in the caller's shapes; None stays None."""
+        if self._device is not None and self._device[0] != at.kind:
+            raise ValueError(
+                f"this launcher is for {self._device[0]}; the arrays are on {at.kind}"
+            )
+        views = {n: None if a is None else arrays.view(n, a, at) for n, a in named.items()}
+        q = views["q"]
+        assert q is not None, "place() has refused None"
+        rank = len(q.shape)
+        for name in ("q", "k", "v"):
+            shape = views[name].shape  # type: ignore[union-attr]
+            if len(shape) != rank or rank not in (3, 4):
+                raise ValueError(
+                    f"{name} has shape {shape}; q, k and v must all be 4-D "
+                    f"({self.options.layout}) or all be 3-D (batch*heads, seqlen, head_dim)"
+                )
+        return views
+
+    def _problem(self, direction: Any, call: dict[str, Any]) -> Problem:
+        q, k, v = (call[n].canonical(self.options.layout) for n in ("q", "k", "v"))
+        lens = (call["seqlens_q"], call["seqlens_k"])
+        problem = make_problem(direction, self.options, q, k, v, *lens)
+        mine = (self.head_dim, self.head_dim_v)
+        if self.head_dim is not None and mine != (problem.head_dim, problem.head_dim_v):
+            raise ValueError(
+                f"this launcher is for head dims {mine}, the arrays have "
+                f"{(problem.head_dim, problem.head_dim_v)}"
+            )
+        if self.dtype not in (None, problem.dtype):
+            raise TypeError(f"this launcher is for {self.dtype}, the arrays are {problem.dtype}")
+        for name, longest in (("seqlens_q", problem.seqlen_q), ("seqlens_k", problem.seqlen_k)):
+            if call[name] is not None and call[name].device[0] == "cpu":
+                check_lengths(name, call[name].numpy().tolist(), longest)
+        return problem
+
+    def _output(
+        self, name: str, given: Any, shape: Any, dtype: str, call: dict[str, Any], at: Place
+    ) -> tuple[Any, ArrayView]:
+        if given is None:
+            array = arrays.empty(shape, dtype, call["q"], at)
+            return array, arrays.view(name, array, at)
+        view = arrays.view(name, given, at)
+        check_array(name, view, shape, dtype)
+        arrays.check_writable(name, view, call)
+        call[name] = view  # lse_out is checked against out as well
+        return given, view
+
+    def _host(self, call: dict[str, Any]) -> dict[str, Any]:
+        """(B,S,H,D), (B,H,S) and (B,) NumPy arrays over the caller's memory."""
+        host = {}
+        for name, view in call.items():
+            if view is None:
+                continue
+            if name in ("lse", "dlse", "lse_out") and len(view.shape) == 2:
+                host[name] = view.numpy()[:, None, :]
+            elif len(view.shape) >= 3 and name not in ("lse", "dlse", "lse_out"):
+                host[name] = view.canonical(self.options.layout).numpy()
+            else:
+                host[name] = view.numpy()
+        return host
+
+    def _run_forward(
+        self,
+        problem: Problem,
+        call: dict[str, Any],
+        o: ArrayView,
+        lse: ArrayView | None,
+        at: Place,
+    ) -> None:
+        lens = ("seqlens_q", "seqlens_k")
+        if at.kind == "cpu":
+            host = self._host({**call, "out": o, "lse_out": lse})
+            q, k, v, out = (host[n] for n in ("q", "k", "v", "out"))
+            reference.forward(problem, q, k, v, out, *(host.get(n) for n in ("lse_out", *lens)))
+            return
+        kernel = self._kernel(problem, at.index)
+        views = {n: call[n].canonical(self.options.layout) for n in ("q", "k", "v")}
+        views["o"] = o.canonical(self.options.layout)
+        scratch = self._scratch.setdefault((at.index, at.stream.ptr), Scratch())
+        launch.forward(kernel, problem, views, lse, [call[n] for n in lens], at, scratch)
+        hold([v.owner for v in call.values() if v is not None and v.foreign], at.stream)
+
+    def _kernel(self, problem: Problem, index: int) -> Loaded:
+        chosen = plan.choose(problem, device.info(index))
+        loaded = launch.load(chosen.variant, index)
+        self._records.setdefault((loaded.record.name, index), loaded.record)
+        return loaded
+
+
+@functools.lru_cache(maxsize=256)
+def launcher(options: Options) -> FlashAttention2:
+    """The shared launcher of a set of options."""
+    return FlashAttention2.for_options(options)
+
+
+@dataclass(frozen=True)
+class _Like:
+    shape: tuple[int, ...]
+    dtype: str

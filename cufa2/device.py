@@ -1,0 +1,142 @@
+"""What this machine has: CuPy (imported lazily), its GPUs, its driver, and CUFA2_* settings.
+
+The only room that asks the GPU or the environment. Importing it imports nothing else and creates
+no CUDA context, so a process may fork, or set CUDA_VISIBLE_DEVICES, before its first call.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+INSTALL = (
+    'install CuPy and NVRTC with `pip install "cufa2[cuda12]"` (driver for CUDA 12) '
+    'or `pip install "cufa2[cuda13]"` (driver for CUDA 13, R580 or newer)'
+)
+
+_cuda_process: int | None = None  # the process that holds this library's CUDA context
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """The facts about one GPU that a plan depends on."""
+
+    name: str
+    cc: tuple[int, int]
+    smem_per_block: int  # bytes, with opt-in
+    smem_per_sm: int  # bytes
+    sm_count: int
+    l2_bytes: int
+
+    @property
+    def arch(self) -> str:
+        """NVRTC's name of the architecture, with the suffix that unlocks its own instructions."""
+        return arch_of(self.cc)
+
+
+def arch_of(cc: tuple[int, int]) -> str:
+    """sm_80, sm_86, sm_89, sm_90a, sm_100a, ...: arch-specific code exists from 9.0 up."""
+    major, minor = cc
+    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+
+
+# What an ahead-of-time build for an architecture may assume (CUDA programming guide, table of
+# technical specifications per compute capability).
+_SMEM_KB = {"sm_80": (163, 164), "sm_86": (99, 100), "sm_87": (163, 164), "sm_89": (99, 100)}
+_SMEM_KB |= {f"sm_{n}a": (227, 228) for n in (90, 100, 101, 103, 110)}
+_SMEM_KB |= {f"sm_{n}a": (99, 100) for n in (120, 121)}
+ARCHS = tuple(_SMEM_KB)
+
+
+def info_for_arch(arch: str) -> DeviceInfo:
+    """A DeviceInfo that stands for every card of an architecture such as sm_90a."""
+    if arch not in _SMEM_KB:
+        raise ValueError(f"arch {arch!r} is not one of {', '.join(ARCHS)}")
+    block, sm = (1024 * n for n in _SMEM_KB[arch])
+    digits = arch.removeprefix("sm_").rstrip("a")
+    return DeviceInfo(arch, (int(digits[:-1]), int(digits[-1])), block, sm, 1, 32 << 20)
+
+
+@functools.cache
+def cupy_module() -> Any:
+    """CuPy, whether or not there is a GPU; RuntimeError if it cannot be imported.
+
+    Failures are not cached: installing CuPy mends a running process.
+    """
+    try:
+        import cupy
+    except Exception as e:  # a broken install raises more than ImportError
+        raise RuntimeError(f"CuPy cannot be imported ({type(e).__name__}: {e}); {INSTALL}") from e
+    return cupy
+
+
+def why_no_cuda() -> str | None:
+    """None if a GPU can be used, else one sentence with the reason."""
+    try:
+        module = cupy_module()
+    except RuntimeError as e:
+        return str(e)
+    if module.cuda.is_available():
+        return None
+    if module.cuda.runtime.driverGetVersion() == 0:
+        return "no NVIDIA driver was found (libcuda.so.1 is missing or too old)"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    hint = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
+    return f"the driver shows no GPU{hint}"
+
+
+def cuda_available() -> bool:
+    """Whether CuPy is installed and sees at least one GPU."""
+    return why_no_cuda() is None
+
+
+def cupy() -> Any:
+    """CuPy, ready to use a GPU, or RuntimeError with the reason and what to do."""
+    global _cuda_process
+    if _cuda_process != os.getpid():
+        reason = why_no_cuda()
+        if reason is not None:
+            raise RuntimeError(f"the CUDA back end is off: {reason}")
+        if _cuda_process is not None:
+            raise RuntimeError(
+                "this process was forked from one that had used the GPU, and CUDA does not "
+                "survive a fork; start workers with multiprocessing's 'spawn' or 'forkserver'"
+            )
+        _cuda_process = os.getpid()
+    return cupy_module()
+
+
+@functools.cache
+def info(index: int) -> DeviceInfo:
+    """Facts about GPU `index` (CuPy's numbering, after CUDA_VISIBLE_DEVICES)."""
+    props = cupy().cuda.runtime.getDeviceProperties(index)
+    return DeviceInfo(
+        name=props["name"].decode(),
+        cc=(props["major"], props["minor"]),
+        smem_per_block=props["sharedMemPerBlockOptin"],
+        smem_per_sm=props["sharedMemPerMultiprocessor"],
+        sm_count=props["multiProcessorCount"],
+        l2_bytes=props["l2CacheSize"],
+    )
+
+
+@functools.cache
+def driver_cuda() -> tuple[int, int]:
+    """Newest CUDA version the driver supports, e.g. (13, 0); (0, 0) without a driver."""
+    try:
+        version = int(cupy_module().cuda.runtime.driverGetVersion())
+    except RuntimeError:
+        version = 0
+    return version // 1000, version % 1000 // 10
+
+
+def cache_dir() -> Path:
+    """Folder of compiled kernels: CUFA2_CACHE_DIR, else cufa2 in the user's cache folder."""
+    chosen = os.environ.get("CUFA2_CACHE_DIR")
+    if chosen:
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path("~/.cache").expanduser()) / "cufa2"

@@ -1,0 +1,108 @@
+"""Problem and GPU -> the kernel instance that serves it, or a refusal that says why.
+
+Pure and deterministic: no GPU call, no environment; results are cached.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .device import DeviceInfo
+from .kernels import KERNELS, MASKS, SCORES, SMEM_RESERVE, Kernel, Tile, Variant
+from .problem import Problem, UnsupportedError
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The chosen kernel row and its compiled instance."""
+
+    kernel: Kernel
+    variant: Variant
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(problem: Problem, info: DeviceInfo, kernel: str | None = None) -> Plan:
+    """Take the first row of KERNELS that can serve `problem` on `info`.
+
+    kernel: name of the only row to consider (tests and benchmarks force one).
+    Raises UnsupportedError listing every row and why it declined.
+    """
+    refusals = []
+    for row in KERNELS:
+        if kernel is not None and row.name != kernel:
+            continue
+        reason = refusal(row, problem, info)
+        if reason is None:
+            return Plan(row, _variant(row, problem, info))
+        refusals.append(f"  {row.name}: {reason}")
+    wanted = (
+        f"{problem.direction} of {problem.dtype}, D={problem.head_dim}, Dv={problem.head_dim_v}"
+    )
+    tried = "\n".join(refusals) or f"  there is no kernel named {kernel!r}"
+    raise UnsupportedError(
+        f"no CUDA kernel does the {wanted} on {info.name}:\n{tried}\n"
+        "NumPy arrays are served for every legal problem."
+    )
+
+
+def refusal(row: Kernel, problem: Problem, info: DeviceInfo) -> str | None:
+    """Why `row` cannot serve `problem` on `info`; None if it can."""
+    if row.direction != problem.direction:
+        return f"computes the {row.direction} pass only"
+    if info.cc < row.min_cc:
+        have, need = (".".join(map(str, cc)) for cc in (info.cc, row.min_cc))
+        return f"needs compute capability {need}, the card has {have}"
+    if problem.dtype not in row.dtypes:
+        return f"takes {' and '.join(row.dtypes)}, not {problem.dtype}"
+    largest = max(problem.head_dim, problem.head_dim_v)
+    if largest > row.max_head_dim:
+        return f"head dims go up to {row.max_head_dim}, not {largest}"
+    for rule, applies in row.excludes:
+        if applies(problem):
+            return f"excludes {rule}"
+    d, dv = (row.compiled_dim(n) for n in (problem.head_dim, problem.head_dim_v))
+    if _tile(row, d, dv, info) is None:
+        return f"no tile for D={d}, Dv={dv} fits {info.smem_per_block} bytes of shared memory"
+    return None
+
+
+def variants(arch_info: DeviceInfo) -> Iterator[Variant]:
+    """Every variant with D = Dv that KERNELS can produce on an architecture."""
+    for row in KERNELS:
+        if arch_info.cc < row.min_cc:
+            continue
+        for dim in row.head_dims:
+            tile = _tile(row, dim, dim, arch_info)
+            if tile is None:
+                continue
+            for dtype in row.dtypes:
+                for mask in MASKS:
+                    for score in SCORES:
+                        yield Variant(row, tile, dtype, dim, dim, mask, score)
+
+
+def mask_of(window_left: int | None, window_right: int | None) -> str:
+    """Name of the mask policy for these bounds; lengths never change it."""
+    if window_left is None:
+        return "full" if window_right is None else "causal"
+    return "left" if window_right is None else "local"
+
+
+def _variant(row: Kernel, problem: Problem, info: DeviceInfo) -> Variant:
+    d, dv = (row.compiled_dim(n) for n in (problem.head_dim, problem.head_dim_v))
+    tile = _tile(row, d, dv, info)
+    assert tile is not None, "refusal() has checked that a tile fits"
+    mask = mask_of(problem.window_left, problem.window_right)
+    return Variant(
+        row, tile, problem.dtype, d, dv, mask, "softcap" if problem.softcap else "plain"
+    )
+
+
+def _tile(row: Kernel, d: int, dv: int, info: DeviceInfo) -> Tile | None:
+    room = info.smem_per_block - SMEM_RESERVE
+    fitting = (
+        t for t in row.tiles if max(d, dv) <= t.max_head_dim and t.smem_bytes(d, dv) <= room
+    )
+    return next(fitting, None)

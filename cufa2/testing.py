@@ -1,0 +1,300 @@
+"""What tests/ and scripts/ share: benchmark CASES, inputs, dense truth, the accuracy rule, timers.
+
+Two dense implementations of the formulas live here, both independent of `cufa2.reference` and
+both O(Sq * Sk) in memory: `reference64` is the truth, `plain_attention` is what a framework's
+unfused code does in the input's own precision. The accuracy rule compares against both:
+
+    max|ours - ref| <= 2 * max|plain - ref| + atol
+
+Arrays are q, do (B,Sq,H,D), k (B,Sk,Hk,D), v (B,Sk,Hk,Dv), lse (B,H,Sq), as NumPy arrays of
+float16, bfloat16 (ml_dtypes), float32 or float64.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .problem import Direction, Options
+
+Array = NDArray[Any]
+Calls = Sequence[Sequence[Any]]  # argument lists, used in turn
+
+# Spacing of numbers just above 1; half of it is the relative error of one rounding.
+EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
+# Largest error of lse, relative to max(1, |lse|). Scores of 16-bit inputs accumulate in float32.
+LSE_TOLERANCE = {"float16": 1e-5, "bfloat16": 1e-5, "float32": 5e-6, "float64": 1e-14}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A named shape with its options and where it comes from."""
+
+    name: str
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    num_heads: int
+    num_heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    causal: bool | str = False
+    window: tuple[int, int] | None = None
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    source: str = ""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of `cufa2.flash_attention` for this case."""
+        return {
+            "causal": self.causal,
+            "window": self.window,
+            "softmax_scale": self.softmax_scale,
+            "softcap": self.softcap,
+        }
+
+    def flops(self, direction: Direction) -> float:
+        """Operations of the matrix products, as attention papers count them.
+
+        Forward 2 * B * H * Sq * Sk * (D + Dv), which is 4 * B * H * S * S * D for equal dims;
+        backward 2 * B * H * Sq * Sk * (3 D + 2 Dv), 2.5 times as many. Half of it if causal.
+        """
+        d, dv = self.head_dim, self.head_dim_v
+        dims = d + dv if direction == "forward" else 3 * d + 2 * dv
+        full = 2.0 * self.batch * self.num_heads * self.seqlen_q * self.seqlen_k * dims
+        return full / 2 if self.causal else full
+
+
+def _benchmark_cases() -> Iterator[Case]:
+    source = "FlashAttention benchmarks: B * S = 16384 tokens, H * D = 2048"
+    for d, causal, s in itertools.product((64, 128, 256), (False, True), (1024, 4096, 16384)):
+        name = f"d{d}_s{s // 1024}k{'_causal' if causal else ''}"
+        h = 2048 // d
+        yield Case(name, 16384 // s, s, s, h, h, d, d, causal=causal, source=source)
+
+
+CASES = tuple(_benchmark_cases())
+
+
+class Inputs(NamedTuple):
+    """q (B,Sq,H,D), k (B,Sk,Hk,D), v (B,Sk,Hk,Dv) and an output gradient do (B,Sq,H,Dv)."""
+
+    q: Array
+    k: Array
+    v: Array
+    do: Array
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """NumPy's dtype of that name; bfloat16 comes from ml_dtypes."""
+    if name == "bfloat16":
+        import ml_dtypes  # noqa: F401  (registers the name with NumPy)
+    return np.dtype(name)
+
+
+def make_inputs(case: Case | Sequence[int], dtype: str = "float32", seed: int = 0) -> Inputs:
+    """Draw standard normal inputs, rounded to dtype; case may be (B, Sq, Sk, H, Hk, D, Dv)."""
+    if isinstance(case, Case):
+        b, sq, sk = case.batch, case.seqlen_q, case.seqlen_k
+        h, hk, d, dv = case.num_heads, case.num_heads_kv, case.head_dim, case.head_dim_v
+    else:
+        b, sq, sk, h, hk, d, dv = case
+    rng, draw = np.random.default_rng(seed), np.float64 if dtype == "float64" else np.float32
+    shapes = ((b, sq, h, d), (b, sk, hk, d), (b, sk, hk, dv), (b, sq, h, dv))
+    return Inputs(*(rng.standard_normal(s, draw).astype(numpy_dtype(dtype)) for s in shapes))
+
+
+def reference64(q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, Array]:
+    """Dense o and lse from the formulas, in float64 (extended precision for float64 inputs).
+
+    Options: causal, window, softmax_scale, softcap, seqlens_q, seqlens_k of `flash_attention`.
+    """
+    o, lse = _dense(q, k, v, False, **options)
+    return o, lse
+
+
+def reference64_backward(
+    do: Array, q: Array, k: Array, v: Array, **options: Any
+) -> tuple[Array, Array, Array]:
+    """Dense dq, dk, dv like `reference64`; one more option, dlse."""
+    dq, dk, dv = _dense(q, k, v, False, do, **options)
+    return dq, dk, dv
+
+
+def plain_attention(q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, Array]:
+    """o (in q's dtype) and lse the way unfused code of a framework computes them in q's dtype.
+
+    Every operation rounds its result to q's dtype: the product q k^T (accumulated in float32),
+    the scaling, each step of the softcap, the softmax (float32 inside) and the product P v.
+    lse stays in the accumulation type.
+    """
+    o, lse = _dense(q, k, v, True, **options)
+    return o.astype(q.dtype), lse
+
+
+def plain_attention_backward(
+    do: Array, q: Array, k: Array, v: Array, **options: Any
+) -> tuple[Array, Array, Array]:
+    """dq, dk, dv in q's dtype as a framework's autograd of `plain_attention` gets them."""
+    dq, dk, dv = _dense(q, k, v, True, do, **options)
+    return dq.astype(q.dtype), dk.astype(q.dtype), dv.astype(q.dtype)
+
+
+def to_numpy(x: Any) -> Array:
+    """Copy a CuPy array to the host; anything else goes through np.asarray."""
+    return np.asarray(x.get() if hasattr(x, "get") else x)
+
+
+def gradient_noise(do: Array, q: Array, k: Array, v: Array, scale: float | None = None) -> float:
+    """Noise of dq and dk in the accumulation type where dP - delta cancels to 0, as in a row that
+    sees one key: 2 eps |scale| max|do row| max|v row| / sqrt(Dv) max(|q|, |k|)."""
+    eps = EPS["float64" if q.dtype == np.float64 else "float32"]
+    rows = [np.linalg.norm(x.astype(np.float64), axis=-1).max(initial=0) for x in (do, v)]
+    top = max(np.abs(x.astype(np.float64)).max(initial=0) for x in (q, k))
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else abs(scale)
+    return float(2 * eps * scale * rows[0] * rows[1] / math.sqrt(v.shape[-1]) * top)
+
+
+def assert_accurate(
+    ours: Any, ref64: Array, plain: Any, name: str, noise: float = 0.0
+) -> tuple[float, float]:
+    """Raise AssertionError unless max|ours - ref64| <= 2 * max|plain - ref64| + atol.
+
+    atol is 2 rounding units (eps / 2) of ours' dtype at the largest magnitude in ref64; 16 for
+    float32 and float64, where the order of summation shows; plus `noise` (see `gradient_noise`;
+    only for gradients that vanish). NaN and infinities must stand where ref64 has them; where
+    plain itself is not finite it allows nothing. Returns (error, bound).
+    """
+    ours, plain = to_numpy(ours), to_numpy(plain)
+    if not ours.shape == ref64.shape == plain.shape:
+        raise AssertionError(f"{name}: shapes {ours.shape}, {ref64.shape}, {plain.shape} differ")
+    finite = np.isfinite(ref64)
+    np.testing.assert_array_equal(
+        ours[~finite].astype(ref64.dtype), ref64[~finite], f"{name}: non-finite values differ"
+    )
+    x, p, ref = (y[finite].astype(ref64.dtype) for y in (ours, plain, ref64))
+    units = 2 if ours.dtype.itemsize == 2 else 16
+    atol = units / 2 * EPS[ours.dtype.name] * float(np.abs(ref).max(initial=0)) + noise
+    error = float(np.abs(x - ref).max(initial=0))
+    bound = 2 * float(np.abs(p - ref)[np.isfinite(p)].max(initial=0)) + atol
+    if not error <= bound:  # NaN included
+        raise AssertionError(
+            f"{name}: largest error {error:.3e} is above {bound:.3e}"
+            f" = 2 * {(bound - atol) / 2:.3e} (plain {ours.dtype.name}) + {atol:.3e}"
+        )
+    return error, bound
+
+
+def assert_lse(ours: Any, ref64: Array, dtype: str, name: str = "lse") -> None:
+    """Raise AssertionError unless lse of inputs in `dtype` is as accurate as LSE_TOLERANCE.
+
+    -inf must stand exactly where ref64 has it. A row that sees NaN or a logit of +inf has no
+    meaningful lse: NaN and +inf are both taken there, and nowhere else.
+    """
+    x = to_numpy(ours).astype(ref64.dtype)
+    np.testing.assert_array_equal(x == -np.inf, ref64 == -np.inf, f"{name}: -inf pattern differs")
+    bad = np.isnan(ref64) | (ref64 == np.inf)
+    ours_bad = np.isnan(x) | (x == np.inf)
+    np.testing.assert_array_equal(ours_bad, bad, f"{name}: NaN or +inf pattern differs")
+    finite = np.isfinite(ref64)
+    error = np.abs(x[finite] - ref64[finite]) / np.maximum(1, np.abs(ref64[finite]))
+    if error.max(initial=0) > LSE_TOLERANCE[dtype]:
+        raise AssertionError(
+            f"{name}: relative error {error.max():.3e} is above {LSE_TOLERANCE[dtype]:.0e}"
+        )
+
+
+def poison(*arrays: Any) -> None:
+    """Fill outputs (NumPy or CuPy) with NaN, so that anything left unwritten shows."""
+    for x in arrays:
+        x.fill(float("nan"))
+
+
+def time_gpu(
+    fn: Callable[..., object], inputs: Calls = ((),), *, warmup: int = 5, repeats: int = 30
+) -> float:
+    """Median time in milliseconds of fn(*inputs[i % len(inputs)]) on CuPy's current stream.
+
+    Each call lies between two CUDA events and nothing waits in between, so launches queue up
+    and host time hides behind the GPU's. Several input sets keep the L2 cache cold.
+    """
+    import cupy
+
+    events = [(cupy.cuda.Event(), cupy.cuda.Event()) for _ in range(repeats)]
+    for i in range(warmup):
+        fn(*inputs[i % len(inputs)])
+    cupy.cuda.get_current_stream().synchronize()
+    for i, (start, stop) in enumerate(events):
+        start.record()
+        fn(*inputs[i % len(inputs)])
+        stop.record()
+    events[-1][1].synchronize()
+    return float(np.median([cupy.cuda.get_elapsed_time(a, b) for a, b in events]))
+
+
+@np.errstate(all="ignore")
+def _dense(
+    q: Array, k: Array, v: Array, low: bool, do: Any = None, dlse: Any = None, **options: Any
+) -> tuple[Array, ...]:
+    """(o, lse), or (dq, dk, dv) where do is given; low rounds every step to q's dtype."""
+    seqlens_q, seqlens_k = options.pop("seqlens_q", None), options.pop("seqlens_k", None)
+    opt = Options.make(**options)
+    types: tuple[Any, ...] = (np.float32, np.float64, np.longdouble)
+    wide = types[(not low) + (q.dtype == np.float64)]
+    scale = 1 / math.sqrt(q.shape[3]) if opt.softmax_scale is None else opt.softmax_scale
+
+    def rnd(x: Array) -> Array:
+        return x.astype(q.dtype).astype(wide) if low else x
+
+    dq, dk, dv = (np.zeros(x.shape, wide) for x in (q, k, v))
+    o = np.zeros((*q.shape[:3], v.shape[3]), wide)
+    lse = np.full((q.shape[0], q.shape[2], q.shape[1]), -np.inf, wide)
+    for b, h in np.ndindex(q.shape[0], q.shape[2]):
+        n = q.shape[1] if seqlens_q is None else int(seqlens_q[b])
+        m = k.shape[1] if seqlens_k is None else int(seqlens_k[b])
+        kh = (b, slice(m), h // (q.shape[2] // k.shape[2]))
+        q1, k1, v1 = (x.astype(wide) for x in (q[b, :n, h], k[kh], v[kh]))
+        s, slope = rnd(rnd(q1 @ k1.T) * wide(scale)), np.ones((n, m), wide)
+        if opt.softcap > 0:
+            t = rnd(np.tanh(rnd(s / wide(opt.softcap))))
+            s, slope = rnd(t * wide(opt.softcap)), 1 - t * t
+        i = np.arange(n)[:, None] + (m - n if opt.align == "bottom_right" else 0)
+        j, keep = np.arange(m), np.ones((n, m), bool)
+        if opt.window_left is not None:
+            keep &= j >= i - opt.window_left
+        if opt.window_right is not None:
+            keep &= j <= i + opt.window_right
+        top = np.where(keep, s, -np.inf).max(axis=1, initial=-np.inf)
+        keep &= top[:, None] > -np.inf
+        e = np.where(keep, np.exp(s - np.where(top == -np.inf, 0, top)[:, None]), 0)
+        total = e.sum(axis=1)
+        lse[b, h, :n] = np.where(np.isinf(top), top, top + np.log(total))
+        if do is None:
+            p = rnd(np.where(keep, e / total[:, None], 0))
+            o[b, :n, h] = rnd(_kept(p, v1, keep))
+        else:
+            p = rnd(np.where(keep, np.exp(s - lse[b, h, :n, None]), 0))
+            do1 = do[b, :n, h].astype(wide)
+            dp = rnd(np.where(keep, do1 @ v1.T, 0))
+            minus_delta = 0 if dlse is None else dlse[b, h, :n].astype(wide)
+            minus_delta = minus_delta - (p * dp).sum(axis=1)
+            ds = rnd(np.where(keep, p * (dp + minus_delta[:, None]), 0))
+            ds = rnd(rnd(ds * slope) * wide(scale))
+            dq[b, :n, h] = rnd(_kept(ds, k1, keep))
+            dk[kh] += rnd(_kept(ds.T, q1, keep.T))
+            dv[kh] += rnd(_kept(p.T, do1, keep.T))
+    return (o, lse) if do is None else (dq, dk, dv)
+
+
+def _kept(a: Array, x: Array, keep: Array) -> Array:
+    """a @ x over kept pairs; pair by pair if x holds NaN or Inf, since 0 * NaN is NaN."""
+    if np.isfinite(x).all():
+        return np.asarray(a @ x)
+    return np.asarray(np.where(keep[..., None], a[..., None] * x, 0).sum(axis=1))

@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Small forward problems on every kernel and tile under NVIDIA's compute-sanitizer.
+#
+# usage: bash scripts/sanitize.sh [memcheck|racecheck|initcheck|synccheck ...] [-- arguments of
+#        scripts/sanitize_cases.py]
+# Default: memcheck. Uses $PYTHON (default python3) as it is; compute-sanitizer comes with the CUDA
+# toolkit and is looked for on the path and under $CUDA_HOME (default /usr/local/cuda).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/venv.sh
+
+tools=()
+while (($#)); do
+    case $1 in
+        memcheck | racecheck | initcheck | synccheck) tools+=("$1") ;;
+        --) shift && break ;;
+        *) die "unknown tool $1; use memcheck, racecheck, initcheck or synccheck" ;;
+    esac
+    shift
+done
+((${#tools[@]})) || tools=(memcheck)
+
+sanitizer=$(PATH=$PATH:${CUDA_HOME:-/usr/local/cuda}/bin command -v compute-sanitizer) ||
+    die "compute-sanitizer is not on the path nor under CUDA_HOME; it is part of the CUDA toolkit"
+python=$(find_python)
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+
+say "without the sanitizer: results, and kernels into the cache"
+"$python" scripts/sanitize_cases.py --jobs "$(nproc)" "$@"
+
+for tool in "${tools[@]}"; do
+    # Libraries probe the driver with calls that may fail: only what kernels do is looked at.
+    options=(--tool "$tool" --error-exitcode 99 --report-api-errors no --launch-timeout 120)
+    # Room between allocations, so that running over the end of one does not land in the next.
+    [[ $tool != memcheck ]] || options+=(--padding 512)
+    say "compute-sanitizer ${options[*]}"
+    "$sanitizer" "${options[@]}" "$python" scripts/sanitize_cases.py "$@"
+done
+say "clean: ${tools[*]}"
