@@ -26,6 +26,9 @@ struct FwdTile {
   static constexpr int kThreads = 32 * WARPS;
   static constexpr int M_TILES = BLOCK_Q / (16 * WARPS);
   static constexpr int kStages = 2;
+  // Whether a block has the multiprocessor to itself. Nothing else runs then while its first loads
+  // are on their way, so it starts on K alone and waits for V when it needs it.
+  static constexpr bool kAlone = WARPS > 4;
   static_assert(BLOCK_Q == 16 * WARPS * M_TILES, "warps split the query rows evenly");
   static_assert(BLOCK_K % 16 == 0, "a key block is whole k16 steps of P V");
 
@@ -82,8 +85,8 @@ CUFA2_DEVICE void multiply_qk(typename Tile::Scores& s, const QReader& q, const 
       k.load(b, n, kk);
 #pragma unroll
       for (int m = 0; m < Tile::M_TILES; ++m) {
-        mma_m16n8k16<typename Tile::T>(s.at[m][2 * n], a[m], b[0], b[2]);
-        mma_m16n8k16<typename Tile::T>(s.at[m][2 * n + 1], a[m], b[1], b[3]);
+        mma_m16n8k16<typename Tile::T>(s.at[m][2 * n], a[m], b[0], b[1]);
+        mma_m16n8k16<typename Tile::T>(s.at[m][2 * n + 1], a[m], b[2], b[3]);
       }
     }
   }
@@ -135,7 +138,7 @@ CUFA2_DEVICE void multiply_pv_kept(typename Tile::Output& o, const typename Tile
 #pragma unroll 1
       for (int c = 0; c < 16; ++c) {
         const int lane = thread_index() % 32;
-        const auto v = FragmentReader<typename Tile::V>::at(v_tile, lane);
+        const auto v = FragmentReader<typename Tile::V>::by_row(v_tile, lane);
         const int row = q_begin + Tile::warp_row(thread_index()) + Tile::Output::row(lane, 2 * m);
         const int j = key + 16 * kk + c;
         const bool keep[2] = {mask.keep(row, j), mask.keep(row + 8, j)};
@@ -269,28 +272,27 @@ CUFA2_DEVICE bool attend(const FwdParams& p, const Frame& frame, const Score& sc
   constexpr int BLOCK_K = Tile::BLOCK_K, M_TILES = Tile::M_TILES;
   const int thread = thread_index(), lane = thread % 32;
   const u32 k_tile = q_tile + Tile::kQBytes, v_tile = k_tile + Tile::K::kBytes;
-  auto load_kv = [&](int block, u32 stage) {
-    const int thread = thread_index();
+  auto load_kv = [&](int block, u32 stage, int thread) {
     const int row = block * BLOCK_K, rows_left = frame.len.k - row;
     TileLoader<typename Tile::K, Tile::kThreads>::load(
         k_tile + stage, frame.k + row * p.k_stride.row, p.k_stride.row, rows_left, p.head_dim,
         thread);
-    cp_async_commit();
+    if constexpr (Tile::kAlone) cp_async_commit();
     TileLoader<typename Tile::V, Tile::kThreads>::load(
         v_tile + stage, frame.v + row * p.v_stride.row, p.v_stride.row, rows_left, p.head_dim_v,
         thread);
     cp_async_commit();
   };
 
-  const auto q_reader = FragmentReader<typename Tile::Q>::at(
+  const auto q_reader = FragmentReader<typename Tile::Q>::by_row(
       q_tile + Tile::warp_row(thread) * Tile::Q::kRowBytes, lane);
   if (frame.last >= frame.first) {
     TileLoader<typename Tile::Q, Tile::kThreads>::load(q_tile, frame.q, p.q_stride.row,
                                                        frame.len.q - frame.work.q_begin, p.head_dim, thread);
     cp_async_commit();
-    load_kv(frame.last, 0);
+    load_kv(frame.last, 0, thread);
     if (p.q_sign != 1.0f || Tile::Q_IN_REGISTERS) {
-      cp_async_wait<2>();
+      cp_async_wait<Tile::kAlone ? 2 : 1>();
       block_sync();
       if (p.q_sign != 1.0f) {
         apply_sign<Tile>(q_tile, p.q_sign, thread);
@@ -312,27 +314,31 @@ CUFA2_DEVICE bool attend(const FwdParams& p, const Frame& frame, const Score& sc
   softmax.reset();
   u32 stage = 0;
   for (int block = frame.last; block >= frame.first; --block) {
-    // The first block starts when its K is there; V lands while S is computed.
-    if (block == frame.last) cp_async_wait<1>(); else cp_async_wait<0>();
+    // Read before the barrier: the latency passes while waiting for it. The thread's number too:
+    // what is computed from this copy is not carried through the products in registers.
+    const int again = thread_index();
+    const bool more = block > frame.first;
+    const bool masked = block < frame.full_first || block >= frame.full_beyond;
+    const bool v_late = Tile::kAlone && block == frame.last;
+    if (v_late) cp_async_wait<1>(); else cp_async_wait<0>();
     block_sync();  // this block's K and V are visible; the other buffer is free
-    if (block > frame.first) load_kv(block - 1, stage ^ Tile::kStageBytes);
+    if (more) load_kv(block - 1, stage ^ Tile::kStageBytes, again);
 
     typename Tile::Scores s;
     multiply_qk<Tile>(s, q_reader,
-                      FragmentReader<typename Tile::K>::at(k_tile + stage, lane), q_kept);
+                      FragmentReader<typename Tile::K>::by_pair(k_tile + stage, KEPT ? again % 32 : lane), q_kept);
     apply_score<Tile>(s, score);
-    const bool masked = block < frame.full_first || block >= frame.full_beyond;
     if (masked) apply_mask<Tile>(s, frame.mask, frame.work.q_begin, block * BLOCK_K);
     softmax.step(s, o, p.scale_log2);
-    if (block == frame.last) {
-      if (block > frame.first) cp_async_wait<2>(); else cp_async_wait<0>();
+    if (v_late) {
+      if (more) cp_async_wait<2>(); else cp_async_wait<0>();
       block_sync();
     }
     if (KEPT && masked) {
       multiply_pv_kept<Tile>(o, s, v_tile + stage, frame.mask, frame.work.q_begin,
                              block * BLOCK_K);
     } else {
-      multiply_pv<Tile>(o, s, FragmentReader<typename Tile::V>::at(v_tile + stage, lane));
+      multiply_pv<Tile>(o, s, FragmentReader<typename Tile::V>::by_row(v_tile + stage, again % 32));
     }
     stage ^= Tile::kStageBytes;
   }

@@ -78,14 +78,15 @@ class ArrayView:
         """CPU memory as a NumPy array, without a copy."""
         return np.asarray(_ArrayInterface(self)).view(_numpy_dtype(self.dtype))
 
-    def cupy(self) -> Any:
-        """GPU memory as a CuPy array, without a copy; bfloat16 appears as its bits (uint16)."""
+    def bits(self) -> Any:
+        """GPU memory as a CuPy array of unsigned integers, without a copy: for moving data, which
+        must neither convert it nor need a dtype that CuPy may lack (bfloat16)."""
         memory = cupy().cuda
         low, high = self.byte_range()
         block = memory.UnownedMemory(low, max(high - low, 1), self.owner, self.device[1])
         return cupy().ndarray(
             self.shape,
-            _bits(self.dtype),
+            f"u{self.itemsize}",
             memory.MemoryPointer(block, self.pointer - low),
             tuple(s * self.itemsize for s in self.strides),
         )
@@ -101,7 +102,7 @@ class _ArrayInterface:
             "data": (view.pointer or 1, view.readonly),
             "shape": view.shape,
             "strides": tuple(s * view.itemsize for s in view.strides),
-            "typestr": np.dtype(_bits(view.dtype)).str,
+            "typestr": np.dtype("u2" if view.dtype == "bfloat16" else view.dtype).str,
         }
 
 
@@ -222,14 +223,14 @@ def copy_in(target: Any, source: ArrayView) -> None:
     _copies += 1
     d = source.shape[-1]
     target[..., d:] = 0
-    target[..., :d] = source.cupy()
+    target[..., :d] = source.bits()
 
 
 def copy_out(target: ArrayView, source: Any) -> None:
     """Copy a work buffer's real columns to the caller's array."""
     global _copies
     _copies += 1
-    target.cupy()[...] = source[..., : target.shape[-1]]
+    target.bits()[...] = source[..., : target.shape[-1]]
 
 
 def _view_numpy(name: str, array: Any) -> ArrayView:
@@ -253,10 +254,6 @@ def _supported(name: str, dtype: str) -> str:
             "(int32 for sequence lengths)"
         )
     return dtype
-
-
-def _bits(dtype: str) -> str:
-    return "uint16" if dtype == "bfloat16" else dtype
 
 
 def _numpy_dtype(dtype: str) -> np.dtype[Any]:

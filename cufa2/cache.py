@@ -52,7 +52,7 @@ def entries(folder: Path, stem: str, driver: Version | None) -> dict[Version, Cu
                 continue  # cut short or damaged: compiled again
             major, minor = map(int, fields["nvrtc"].split("."))
             cubin = Cubin(path=path, cached=True, **fields)
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue
         if driver is None or major <= driver[0]:
             found[(major, minor)] = cubin
@@ -91,9 +91,10 @@ def store(
         fallback = _private_dir()
         if folder == fallback:
             raise
+        reason = e.strerror or e  # without the name of the temporary file: one text, shown once
         warnings.warn(
-            f"the kernel cache {folder} cannot be written ({e}); compiled kernels last for this "
-            "process only. Set CUFA2_CACHE_DIR to a writable folder.",
+            f"the kernel cache {folder} cannot be written ({reason}); compiled kernels last for "
+            "this process only. Set CUFA2_CACHE_DIR to a writable folder.",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -25,7 +25,7 @@ FWD_PARAMS: tuple[tuple[str, str], ...] = (
         for name in ("num_heads", "group", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")
     ),
     *((name, "i") for name in ("window_left", "window_right", "top_left")),
-    *((name, "f") for name in ("score_scale", "scale_log2", "q_sign")),
+    *((name, "f") for name in ("tanh_scale", "scale_log2", "q_sign")),
 )
 FWD_FORMAT = "".join(code for _, code in FWD_PARAMS)
 FWD_PARAMS_BYTES = struct.calcsize(FWD_FORMAT)
@@ -49,6 +49,7 @@ class Tile:
     warps: int
     q_in_registers: bool
     min_blocks: int  # blocks per multiprocessor that the register budget must leave room for
+    max_cc: tuple[int, int] | None = None  # newest architecture whose compiler fits it unspilled
 
     def smem_bytes(self, head_dim: int, head_dim_v: int) -> int:
         """Dynamic shared memory: Q (O leaves through it) and two stages of K and V."""
@@ -123,8 +124,11 @@ KERNELS: tuple[Kernel, ...] = (
         dtypes=("float16", "bfloat16"),
         head_dims=(32, 64, 96, 128, 192, 256),
         tiles=(
-            Tile(64, 128, 96, 4, True, 2),
-            Tile(128, 128, 64, 4, False, 2),
+            Tile(64, 128, 96, 4, True, 2, max_cc=(9, 0)),
+            Tile(64, 128, 64, 4, True, 2),
+            Tile(96, 128, 64, 4, False, 2),
+            Tile(128, 128, 64, 4, False, 2, max_cc=(9, 0)),
+            Tile(128, 128, 48, 4, False, 2),
             Tile(256, 128, 64, 8, False, 1),
             Tile(256, 128, 32, 8, False, 1),
             Tile(256, 64, 32, 4, False, 1),

@@ -21,6 +21,8 @@ from .kernels import FWD_FORMAT, FWD_PARAMS, Variant
 from .placement import Place
 from .problem import Problem
 
+_LOG2_E = math.log2(math.e)
+
 
 @dataclass(frozen=True)
 class KernelRecord:
@@ -169,8 +171,8 @@ def _forward_params(
         "window_left": p.window_left or 0,
         "window_right": p.window_right or 0,
         "top_left": int(p.align == "top_left"),
-        "score_scale": scale / p.softcap if p.softcap else 1.0,
-        "scale_log2": exponent * math.log2(math.e),
+        "tanh_scale": 2.0 * _LOG2_E * scale / p.softcap if p.softcap else 0.0,
+        "scale_log2": exponent * _LOG2_E,
         "q_sign": sign,
     }
     for name in ("q", "k", "v", "o"):

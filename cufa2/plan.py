@@ -103,6 +103,10 @@ def _variant(row: Kernel, problem: Problem, info: DeviceInfo) -> Variant:
 def _tile(row: Kernel, d: int, dv: int, info: DeviceInfo) -> Tile | None:
     room = info.smem_per_block - SMEM_RESERVE
     fitting = (
-        t for t in row.tiles if max(d, dv) <= t.max_head_dim and t.smem_bytes(d, dv) <= room
+        t
+        for t in row.tiles
+        if max(d, dv) <= t.max_head_dim
+        and t.smem_bytes(d, dv) <= room
+        and (t.max_cc is None or info.cc <= t.max_cc)
     )
     return next(fitting, None)

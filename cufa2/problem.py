@@ -217,6 +217,8 @@ def _number(name: str, value: Any) -> float:
         raise TypeError(f"{name}={value!r} is not a number")
     try:
         number = float(value)
+    except OverflowError:  # an int beyond all floats
+        number = math.inf
     except (TypeError, ValueError) as e:
         raise TypeError(f"{name}={value!r} is not a number") from e
     if not math.isfinite(number):
@@ -230,7 +232,7 @@ def _causal(causal: Any) -> tuple[Align, int | None]:
             return "bottom_right", 0
         if causal == "top_left":
             return "top_left", 0
-    elif causal in (False, True):
+    elif getattr(causal, "shape", ()) == () and causal in (False, True):
         return "bottom_right", 0 if causal else None
     raise ValueError(f"causal={causal!r} is not one of False, True, 'bottom_right', 'top_left'")
 

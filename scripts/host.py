@@ -90,7 +90,11 @@ def first_calls(dtype: str) -> dict[str, Any]:
         for state in ("empty", "filled"):
             done = subprocess.run(
                 [sys.executable, __file__, "--dtype", dtype],
-                env={**os.environ, "CUFA2_CACHE_DIR": str(Path(folder, "cache"))},
+                env={
+                    **os.environ,
+                    "CUFA2_CACHE_DIR": str(Path(folder, "cache")),
+                    "CUDA_CACHE_DISABLE": "1",  # the driver keeps a cache of its own
+                },
                 stdout=subprocess.PIPE,
                 text=True,
                 timeout=120,

@@ -70,9 +70,8 @@ struct PlainScore {
 // 1e-7 of the cap, where tanh.approx would be off by 5e-4 of it; saturates without overflow.
 struct SoftcapScore {
   static constexpr bool kIdentity = false;
-  float twice_log2;  // 2 log2(e) * scale / softcap
-  CUFA2_DEVICE explicit SoftcapScore(const FwdParams& p)
-      : twice_log2(2.0f * kLog2E * p.score_scale) {}
+  float twice_log2;  // from a score to log2(e^2x)
+  CUFA2_DEVICE explicit SoftcapScore(const FwdParams& p) : twice_log2(p.tanh_scale) {}
   CUFA2_DEVICE float score(float s) const {
     return 1.0f - 2.0f * reciprocal_approx(1.0f + exp2_approx(s * twice_log2));
   }

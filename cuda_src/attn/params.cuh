@@ -22,7 +22,7 @@ struct FwdParams {
   int head_dim, head_dim_v; // real D and Dv, multiples of 8
   int window_left, window_right;  // read only by masks that have them
   int top_left;             // 1: query i sits at key i, 0: at key i + Sk - Sq
-  float score_scale;        // softcap: |softmax_scale| / softcap, else 1
+  float tanh_scale;         // softcap: 2 log2(e) |softmax_scale| / softcap
   float scale_log2;         // factor from a score to its base-2 exponent
   float q_sign;             // 1; -1 for a negative scale, 0 for scale zero: applied to Q
 };

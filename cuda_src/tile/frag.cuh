@@ -43,14 +43,21 @@ template <class Smem> struct FragmentReader {
   u32 base;   // byte address of the lane's row 0
   u32 mixed;  // the lane's share of the chunk number, swizzled
 
-  // Lanes address rows 0-15 of a 16 x 16 block, then rows 0-15 of its right half. Loaded registers
-  // are r0: top left, r1: bottom left, r2: top right, r3: bottom right 8 x 8. So they are
-  //   an A operand a0..a3 as they stand,
-  //   two B operands stored [n][k]: (r0, r2) for n 0-7 and (r1, r3) for n 8-15,
-  //   two B operands stored [k][n], transposing: (r0, r1) for n 0-7 and (r2, r3) for n 8-15.
-  static CUFA2_DEVICE FragmentReader at(u32 tile, int lane) {
+  // Lanes address rows 0-15 of a 16 x 16 block, then rows 0-15 of its right half: registers 0..3
+  // are an A operand, or through the transposing load two B operands stored [k][n]: (r0, r1) for
+  // n 0-7 and (r2, r3) for n 8-15.
+  static CUFA2_DEVICE FragmentReader by_row(u32 tile, int lane) {
     const int row = lane & 15;
     return {tile + row * Smem::kRowBytes, static_cast<u32>((lane >> 4) ^ Smem::swizzle(row))};
+  }
+
+  // Lanes address rows 0-7, left then right half, then rows 8-15: two B operands stored [n][k],
+  // again (r0, r1) and (r2, r3). A B operand must be a pair of neighbouring registers; the order
+  // above would cost a move per product.
+  static CUFA2_DEVICE FragmentReader by_pair(u32 tile, int lane) {
+    const int row = (lane & 7) + ((lane >> 4) << 3);
+    return {tile + row * Smem::kRowBytes,
+            static_cast<u32>(((lane >> 3) & 1) ^ Smem::swizzle(row))};
   }
 
   // Address for the 16 x 16 block at row 16 * block_row, column 16 * block_column.

@@ -1,0 +1,215 @@
+"""Every row of KERNELS through NVRTC, for every architecture; no GPU is needed.
+
+A kernel that spills registers, that ptxas has serialised wgmma in, or that does not fit the card
+is a failure here, long before anyone runs it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from cufa2 import compiler, plan
+from cufa2.cache import Cubin
+from cufa2.device import DeviceInfo, info_for_arch
+from cufa2.kernels import FWD_FORMAT, FWD_PARAMS, FWD_PARAMS_BYTES, KERNELS, Variant
+from cufa2.problem import CompileError, Problem
+
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
+REGISTERS = 65536  # 32-bit registers of a multiprocessor, on every architecture here
+
+
+def uneven(d: int, dv: int, mask: str, score: str, info: DeviceInfo) -> Variant:
+    """What a problem with Dv != D compiles to; `plan.variants` lists equal dims only."""
+    bounds = {"full": (None, None), "causal": (None, 0), "left": (4, None), "local": (4, 4)}
+    left, right = bounds[mask]
+    problem = Problem(
+        direction="forward",
+        dtype="bfloat16",
+        batch=1,
+        seqlen_q=1,
+        seqlen_k=1,
+        num_heads=1,
+        num_heads_kv=1,
+        head_dim=d,
+        head_dim_v=dv,
+        softmax_scale=1.0,
+        softcap=1.0 if score == "softcap" else 0.0,
+        window_left=left,
+        window_right=right,
+    )
+    return plan.choose(problem, info).variant
+
+
+def builds() -> list[tuple[str, Variant]]:
+    """bfloat16: all variants. float16 differs in two instructions: one mask per head dim."""
+    chosen = []
+    for arch in ARCHS:
+        info = info_for_arch(arch)
+        for v in plan.variants(info):
+            if v.dtype == "bfloat16" or (v.mask, v.score) == ("causal", "plain"):
+                chosen.append((arch, v))
+        for d, dv in ((192, 128), (64, 256), (256, 32), (96, 32)):
+            chosen.append((arch, uneven(d, dv, "causal", "plain", info)))
+    return chosen
+
+
+BUILDS = builds()
+IDS = [f"{arch}-{v.name}" for arch, v in BUILDS]
+
+
+@pytest.fixture(scope="module")
+def cubins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Futures of all builds that this run selects; NVRTC runs outside the GIL, one a core."""
+    folder = tmp_path_factory.mktemp("kernels")
+    selected = [
+        cast(tuple[str, Variant], item.callspec.params["build"])
+        for item in request.session.items
+        if isinstance(item, pytest.Function)
+        and item.function is test_kernel
+        and "build" in item.callspec.params
+    ]
+    with ThreadPoolExecutor(os.cpu_count() or 2) as pool:
+        yield {
+            (arch, v): pool.submit(compiler.build, v, arch, folder=folder) for arch, v in selected
+        }
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("build", BUILDS, ids=IDS)
+def test_kernel(build: tuple[str, Variant], cubins: dict[Any, Future[Cubin]]) -> None:
+    """Builds, spills nothing, keeps wgmma asynchronous, and fits the card it is for."""
+    arch, variant = build
+    cubin, info, tile = cubins[build].result(), info_for_arch(arch), variant.tile
+    assert (cubin.name, cubin.arch) == (variant.name, arch)
+    assert re.findall(r"Compiling entry function '(\w+)' for '(\w+)'", cubin.log) == [
+        (variant.name, arch)
+    ]
+    assert cubin.spill_bytes == 0, cubin.log
+    assert set(re.findall(r"(\d+) bytes spill", cubin.log)) == {"0"}, cubin.log
+    assert "C75" not in cubin.log, "ptxas has serialised wgmma instructions"
+    # Registers are handed out in units of 8 per thread.
+    per_thread = -(-cubin.registers // 8) * 8
+    assert 0 < per_thread * 32 * tile.warps * tile.min_blocks <= REGISTERS
+    assert variant.smem_bytes + cubin.shared_memory <= info.smem_per_block
+
+
+def test_the_builds_cover_the_table() -> None:
+    """Each architecture, row, tile in use, head dim, mask and score in bfloat16."""
+    for arch in ARCHS:
+        info = info_for_arch(arch)
+        mine = {v for a, v in BUILDS if a == arch}
+        assert {v for v in plan.variants(info) if v.dtype == "bfloat16"} <= mine
+        assert {(v.kernel.name, v.head_dim, v.tile) for v in plan.variants(info)} <= {
+            (v.kernel.name, v.head_dim, v.tile) for v in mine if v.dtype == "float16"
+        }
+    used = {(v.kernel.name, v.tile) for _, v in BUILDS}
+    rows = {(row.name, tile) for row in KERNELS for tile in row.tiles}
+    assert used == rows, "a tile of the table serves no card"
+
+
+# the parameter struct
+
+
+def compile_unit(source: str, arch: str = "sm_80") -> str:
+    """Compile a source of its own through the library's NVRTC call; returns the log."""
+    unit: Any = SimpleNamespace(name="unit", kernel=SimpleNamespace(file="unit.cuh"))
+    return compiler._compile(source, unit, arch)[1]
+
+
+def params_unit(checks: list[str]) -> str:
+    return "\n".join(
+        [
+            f"#define CUFA2_FWD_PARAMS_BYTES {FWD_PARAMS_BYTES}",
+            compiler.flatten("attn/params.cuh"),
+            *checks,
+            'extern "C" __global__ void unit(const __grid_constant__ FwdParams p) {}',
+        ]
+    )
+
+
+def offset_of(index: int) -> int:
+    """Where `struct.pack` puts a field: after the fields before it, and their padding."""
+    upto = "".join(code for _, code in FWD_PARAMS[: index + 1])
+    return struct.calcsize(upto) - struct.calcsize(FWD_PARAMS[index][1])
+
+
+def test_params_have_the_offsets_that_python_packs() -> None:
+    """Name by name: offset and type of every field, and no field more."""
+    types = {"q": "i64", "i": "int", "f": "float"}
+    checks = []
+    for index, (name, code) in enumerate(FWD_PARAMS):
+        place = offset_of(index)
+        checks.append(
+            f'static_assert(__builtin_offsetof(FwdParams, {name}) == {place}, "{name} moved");'
+        )
+        field = f"decltype(static_cast<FwdParams*>(nullptr)->{name})"
+        if code == "Q":
+            checks.append(f"template <class T> constexpr bool pointer_{index} = false;")
+            checks.append(f"template <class T> constexpr bool pointer_{index}<T*> = true;")
+            test = f"pointer_{index}<{field}>"
+        else:
+            test = f"is_same<{field}, {types[code]}>"
+        checks.append(f'static_assert({test}, "{name} has another type");')
+    compile_unit(params_unit(checks))
+    assert struct.calcsize(FWD_FORMAT) == FWD_PARAMS_BYTES
+    assert FWD_PARAMS_BYTES % 8 == 0, "C pads the struct to its alignment, Python does not"
+
+
+@pytest.mark.parametrize("index", [0, len(FWD_PARAMS) // 2, len(FWD_PARAMS) - 1])
+def test_a_moved_field_is_noticed(index: int) -> None:
+    name, wrong = FWD_PARAMS[index][0], offset_of(index) + 4
+    check = f'static_assert(__builtin_offsetof(FwdParams, {name}) == {wrong}, "{name} moved");'
+    with pytest.raises(CompileError, match=f"{re.escape(name)} moved"):
+        compile_unit(params_unit([check]))
+
+
+def test_a_struct_of_another_size_is_noticed() -> None:
+    source = params_unit([]).replace(
+        f"CUFA2_FWD_PARAMS_BYTES {FWD_PARAMS_BYTES}",
+        f"CUFA2_FWD_PARAMS_BYTES {FWD_PARAMS_BYTES + 8}",
+    )
+    with pytest.raises(CompileError, match=r"launch\.py packs another layout"):
+        compile_unit(source)
+
+
+# wrong sources
+
+
+def test_a_wrong_source_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """File, line and text of the error, the options, the NVRTC version; nothing is cached."""
+    sources = tmp_path / "cuda_src"
+    for path in compiler.source_dir().rglob("*.cuh"):
+        copy = sources / path.relative_to(compiler.source_dir())
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(path.read_text())
+    broken = sources / "attn" / "softmax.cuh"
+    line = len(broken.read_text().splitlines()) + 2
+    broken.write_text(broken.read_text() + "\nint wrong = no_such_name;\n")
+    monkeypatch.setattr(compiler, "source_dir", lambda: sources)
+    monkeypatch.setattr(compiler, "flatten", compiler.flatten.__wrapped__)
+    variant = next(iter(plan.variants(info_for_arch("sm_80"))))
+    with pytest.raises(CompileError) as e:
+        compiler.build(variant, "sm_80", folder=tmp_path / "cache")
+    message = str(e.value)
+    major, minor = compiler.nvrtc_version()
+    assert f"NVRTC {major}.{minor} failed on {variant.kernel.file}" in message
+    assert f"options: {' '.join(compiler.OPTIONS)} -arch=sm_80" in message
+    assert f"attn/softmax.cuh({line}): error: " in message
+    assert "no_such_name" in message
+    assert not list((tmp_path / "cache").glob("*"))
+
+
+def test_an_architecture_nvrtc_does_not_know(tmp_path: Path) -> None:
+    variant = next(iter(plan.variants(info_for_arch("sm_80"))))
+    with pytest.raises(CompileError, match=r"sm_999a needs a newer NVRTC: .*pip install") as e:
+        compiler.build(variant, "sm_999a", folder=tmp_path)
+    assert "-arch=sm_999a" in str(e.value)
+    assert not list(tmp_path.glob("*"))

@@ -1,0 +1,329 @@
+"""Plan laws: which kernel instance serves a problem on a card, and what a refusal says."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cufa2 import device, kernels, plan
+from cufa2.device import DeviceInfo, info_for_arch
+from cufa2.kernels import KERNELS, MAX_SEQLEN, SMEM_RESERVE, Kernel
+from cufa2.problem import Problem, UnsupportedError
+
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
+INFOS = {arch: info_for_arch(arch) for arch in ARCHS}
+GPU_DTYPES = ("float16", "bfloat16")
+TURING = DeviceInfo("a Turing card", (7, 5), 64 << 10, 64 << 10, 40, 4 << 20)
+
+
+def problem(**changes: Any) -> Problem:
+    """A small legal problem with some fields changed."""
+    fields: dict[str, Any] = {
+        "direction": "forward",
+        "dtype": "bfloat16",
+        "batch": 2,
+        "seqlen_q": 100,
+        "seqlen_k": 200,
+        "num_heads": 4,
+        "num_heads_kv": 2,
+        "head_dim": 64,
+        "head_dim_v": 64,
+        "softmax_scale": 0.125,
+    }
+    return Problem(**{**fields, **changes})
+
+
+bounds = st.none() | st.integers(0, 1000)
+problems = st.builds(
+    problem,
+    dtype=st.sampled_from(GPU_DTYPES),
+    batch=st.integers(0, 5),
+    seqlen_q=st.integers(0, MAX_SEQLEN),
+    seqlen_k=st.integers(0, MAX_SEQLEN),
+    num_heads=st.sampled_from((2, 4, 64)),
+    head_dim=st.integers(1, 256),
+    head_dim_v=st.integers(1, 256),
+    softmax_scale=st.floats(-5, 5),
+    softcap=st.sampled_from((0.0, 0.5, 30.0)),
+    align=st.sampled_from(("bottom_right", "top_left")),
+    window_left=bounds,
+    window_right=bounds,
+    has_seqlens_q=st.booleans(),
+    has_seqlens_k=st.booleans(),
+    deterministic=st.booleans(),
+)
+infos = st.sampled_from(list(INFOS.values()))
+
+
+@settings(deadline=None, max_examples=400)
+@given(problems, infos)
+def test_every_legal_16_bit_forward_problem_has_a_plan(p: Problem, info: DeviceInfo) -> None:
+    """And it is one that computes this problem and fits this card."""
+    chosen = plan.choose(p, info)
+    variant, row = chosen.variant, chosen.kernel
+    assert variant.kernel is row
+    assert row in KERNELS
+    assert info.cc >= row.min_cc
+    assert p.dtype == variant.dtype
+    assert p.dtype in row.dtypes
+    assert (p.direction, p.softcap > 0) == (row.direction, variant.score == "softcap")
+    assert p.head_dim <= variant.head_dim <= row.max_head_dim
+    assert p.head_dim_v <= variant.head_dim_v <= row.max_head_dim
+    assert variant.tile in row.tiles
+    assert max(variant.head_dim, variant.head_dim_v) <= variant.tile.max_head_dim
+    assert variant.smem_bytes + SMEM_RESERVE <= info.smem_per_block
+    assert not any(applies(p) for _, applies in row.excludes)
+    # The mask policy reads exactly the bounds that the problem has.
+    left, right = variant.mask in ("left", "local"), variant.mask in ("causal", "local")
+    assert (left, right) == (p.window_left is not None, p.window_right is not None)
+
+
+@settings(deadline=None, max_examples=200)
+@given(problems, infos)
+def test_plans_are_deterministic(p: Problem, info: DeviceInfo) -> None:
+    """The cache changes nothing, nor does an equal card or problem."""
+    chosen = plan.choose(p, info)
+    assert plan.choose.__wrapped__(p, info) == chosen
+    again = plan.choose.__wrapped__(dataclasses.replace(p), dataclasses.replace(info))
+    assert again == chosen
+    assert again.variant.name == chosen.variant.name
+    assert plan.choose(p, info, chosen.kernel.name) == chosen
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    problems,
+    infos,
+    st.fixed_dictionaries(
+        {
+            "batch": st.integers(0, 10**6),
+            "seqlen_q": st.integers(0, MAX_SEQLEN),
+            "seqlen_k": st.integers(0, MAX_SEQLEN),
+            "num_heads": st.sampled_from((2, 6, 128)),
+            "softmax_scale": st.floats(-1e3, 1e3),
+            "has_seqlens_q": st.booleans(),
+            "has_seqlens_k": st.booleans(),
+            "align": st.sampled_from(("bottom_right", "top_left")),
+        }
+    ),
+    st.integers(0, MAX_SEQLEN),
+)
+def test_what_a_call_may_change_never_compiles_anything(
+    p: Problem, info: DeviceInfo, changes: dict[str, Any], bound: int
+) -> None:
+    """Batch, lengths, heads, scale, alignment and the size of a window keep the variant."""
+    sides = ("window_left", "window_right")
+    windows: dict[str, Any] = {n: bound for n in sides if getattr(p, n) is not None}
+    other = dataclasses.replace(p, **changes, **windows)
+    assert plan.choose(other, info).variant == plan.choose(p, info).variant
+
+
+@settings(deadline=None, max_examples=200)
+@given(problems, infos)
+def test_padding_to_whole_chunks_keeps_the_variant(p: Problem, info: DeviceInfo) -> None:
+    """A head dim that is served through a work copy of the next multiple of 8 has its kernel."""
+    dims = {n: -(-getattr(p, n) // 8) * 8 for n in ("head_dim", "head_dim_v")}
+    assert plan.choose(dataclasses.replace(p, **dims), info) == plan.choose(p, info)
+
+
+def test_strides_and_pointers_are_no_part_of_a_problem() -> None:
+    """So they cannot change a variant, and one variant shares no field with the parameters."""
+    names = {f.name for f in dataclasses.fields(Problem)}
+    assert not any("stride" in n or "pointer" in n for n in names)
+    variant = {f.name for f in dataclasses.fields(kernels.Variant)}
+    parameters = {name.partition(".")[0] for name, _ in kernels.FWD_PARAMS}
+    # The compiled head dims and the real ones share a name and nothing else.
+    assert variant & parameters == {"head_dim", "head_dim_v"}
+
+
+@pytest.mark.parametrize("arch", device.ARCHS)
+def test_variants_of_an_architecture(arch: str) -> None:
+    """Names are unique, sizes fit, and every row, dim, dtype, mask and score is there."""
+    info = info_for_arch(arch)
+    made = list(plan.variants(info))
+    assert len({v.name for v in made}) == len(made)
+    assert len(set(made)) == len(made)
+    assert all(v.smem_bytes + SMEM_RESERVE <= info.smem_per_block for v in made)
+    rows = [row for row in KERNELS if info.cc >= row.min_cc]
+    seen = collections.Counter((v.kernel.name, v.head_dim, v.dtype) for v in made)
+    each = len(kernels.MASKS) * len(kernels.SCORES)
+    assert seen == {
+        (row.name, d, t): each for row in rows for d in row.head_dims for t in row.dtypes
+    }
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", GPU_DTYPES)
+def test_variants_hold_every_plan_with_equal_dims(arch: str, dtype: str) -> None:
+    """What an ahead-of-time build makes is what calls with D = Dv need."""
+    made = set(plan.variants(INFOS[arch]))
+    for d in range(1, 257):
+        for left, right in ((None, None), (None, 0), (5, None), (5, 5)):
+            p = problem(
+                dtype=dtype, head_dim=d, head_dim_v=d, window_left=left, window_right=right
+            )
+            assert plan.choose(p, INFOS[arch]).variant in made
+
+
+def test_variant_names() -> None:
+    """As profilers show them; what is off is not named."""
+    info = INFOS["sm_80"]
+    names = [
+        plan.choose(problem(**changes), info, "fwd_sm80").variant.name
+        for changes in (
+            {},
+            {"dtype": "float16", "head_dim": 65, "head_dim_v": 96},
+            {"head_dim": 192, "head_dim_v": 128, "window_right": 0},
+            {"head_dim": 129, "head_dim_v": 7, "window_left": 4, "softcap": 1.0},
+            {"head_dim": 256, "head_dim_v": 256, "window_left": 4, "window_right": 4},
+        )
+    ]
+    assert names == [
+        "fwd_sm80_bf16_d64",
+        "fwd_sm80_fp16_d96",
+        "fwd_sm80_bf16_d192x128_causal",
+        "fwd_sm80_bf16_d192x32_left_softcap",
+        "fwd_sm80_bf16_d256_local",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "mask"),
+    [
+        (None, None, "full"),
+        (None, 0, "causal"),
+        (None, 7, "causal"),
+        (7, None, "left"),
+        (0, None, "left"),
+        (0, 0, "local"),
+        (7, 7, "local"),
+    ],
+)
+def test_mask_policies(left: int | None, right: int | None, mask: str) -> None:
+    assert plan.mask_of(left, right) == mask
+
+
+# refusals
+
+
+def refused(p: Problem, info: DeviceInfo, kernel: str | None = None) -> str:
+    with pytest.raises(UnsupportedError, match="no CUDA kernel does the ") as e:
+        plan.choose(p, info, kernel)
+    return str(e.value)
+
+
+def reasons(message: str) -> dict[str, str]:
+    """The row names of a refusal, each with its reason."""
+    lines = [line.strip() for line in message.splitlines() if line.startswith("  ")]
+    return {name: reason for name, _, reason in (line.partition(": ") for line in lines)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "info", "reason"),
+    [
+        ({"dtype": "float32"}, "sm_90a", "takes float16 and bfloat16, not float32"),
+        ({"dtype": "float64"}, "sm_80", "takes float16 and bfloat16, not float64"),
+        ({"direction": "backward"}, "sm_90a", "computes the forward pass only"),
+        ({"head_dim": 257}, "sm_90a", "head dims go up to 256, not 257"),
+        ({"head_dim_v": 512}, "sm_100a", "head dims go up to 256, not 512"),
+        (
+            {"seqlen_q": MAX_SEQLEN + 1},
+            "sm_90a",
+            f"excludes sequences longer than {MAX_SEQLEN}",
+        ),
+        (
+            {"seqlen_k": MAX_SEQLEN + 1},
+            "sm_86",
+            f"excludes sequences longer than {MAX_SEQLEN}",
+        ),
+        ({}, TURING, "needs compute capability 8.0, the card has 7.5"),
+    ],
+)
+def test_refusals_list_every_row_and_its_reason(changes: Any, info: Any, reason: str) -> None:
+    card = info if isinstance(info, DeviceInfo) else INFOS[info]
+    p = problem(**changes)
+    message = refused(p, card)
+    listed = reasons(message)
+    assert set(listed) == {row.name for row in KERNELS}
+    assert reason in listed.values()
+    assert card.name in message.splitlines()[0]
+    assert p.dtype in message.splitlines()[0]
+    assert p.direction in message.splitlines()[0]
+    assert f"D={p.head_dim}, Dv={p.head_dim_v}" in message.splitlines()[0]
+    assert message.endswith("NumPy arrays are served for every legal problem.")
+    for row in KERNELS:
+        assert plan.refusal(row, p, card) == listed[row.name]
+
+
+def test_a_card_with_too_little_shared_memory() -> None:
+    small = dataclasses.replace(INFOS["sm_86"], smem_per_block=24 << 10)
+    message = refused(problem(head_dim=250, head_dim_v=250), small)
+    expected = f"no tile for D=256, Dv=256 fits {24 << 10} bytes of shared memory"
+    assert reasons(message)["fwd_sm80"] == expected
+
+
+def test_a_kernel_may_be_forced() -> None:
+    info = INFOS["sm_90a"]
+    assert plan.choose(problem(), info, "fwd_sm80").kernel.name == "fwd_sm80"
+    assert "there is no kernel named 'fwd_sm00'" in refused(problem(), info, "fwd_sm00")
+    assert set(reasons(refused(problem(dtype="float32"), info, "fwd_sm80"))) == {"fwd_sm80"}
+
+
+def test_refusals_are_not_cached_as_plans() -> None:
+    """Asking again gives the same error."""
+    p = problem(direction="backward")
+    assert refused(p, INFOS["sm_90a"]) == refused(p, INFOS["sm_90a"])
+
+
+# the table
+
+
+@pytest.mark.parametrize("row", KERNELS, ids=lambda row: row.name)
+def test_rows_are_sound(row: Kernel) -> None:
+    """Dims and tiles ascend so that "the first that fits" is the best one that fits."""
+    assert row.file == f"{row.name}.cuh"
+    assert list(row.head_dims) == sorted(set(row.head_dims))
+    assert [t.max_head_dim for t in row.tiles] == sorted(t.max_head_dim for t in row.tiles)
+    assert row.tiles[-1].max_head_dim == row.max_head_dim
+    assert set(row.dtypes) <= set(kernels.C_TYPES)
+    for tile in row.tiles:
+        assert tile.block_q % (16 * tile.warps) == 0
+        assert tile.block_k % 16 == 0
+    for n in range(1, row.max_head_dim + 1):
+        assert row.compiled_dim(n) == min(d for d in row.head_dims if d >= n)
+    assert hash(row) == hash(dataclasses.replace(row))
+
+
+def test_row_names_are_unique() -> None:
+    assert len({row.name for row in KERNELS}) == len(KERNELS)
+
+
+@pytest.mark.parametrize(
+    ("cc", "arch"),
+    [
+        ((8, 0), "sm_80"),
+        ((8, 6), "sm_86"),
+        ((8, 9), "sm_89"),
+        ((9, 0), "sm_90a"),
+        ((10, 0), "sm_100a"),
+        ((12, 0), "sm_120a"),
+    ],
+)
+def test_architectures(cc: tuple[int, int], arch: str) -> None:
+    """The stand-in for an architecture has its compute capability and its limits."""
+    info = info_for_arch(arch)
+    assert (info.cc, info.arch, device.arch_of(cc)) == (cc, arch, arch)
+    limits = {"sm_80": 163, "sm_90a": 227, "sm_100a": 227}  # KB a block, CUDA programming guide
+    assert info.smem_per_block == limits.get(arch, 99) << 10
+    assert info.smem_per_sm == info.smem_per_block + 1024
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_90", "90a", "compute_80", ""])
+def test_unknown_architectures(arch: str) -> None:
+    with pytest.raises(ValueError, match=f"^arch '{arch}' is not one of sm_80, "):
+        info_for_arch(arch)
