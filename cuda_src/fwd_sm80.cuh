@@ -314,9 +314,9 @@ CUFA2_DEVICE bool attend(const FwdParams& p, const Frame& frame, const Score& sc
   softmax.reset();
   u32 stage = 0;
   for (int block = frame.last; block >= frame.first; --block) {
-    // Read before the barrier: the latency passes while waiting for it. The thread's number too:
-    // what is computed from this copy is not carried through the products in registers.
-    const int again = thread_index();
+    // Read before the barrier: the latency passes while waiting for it. The thread's number too,
+    // where registers are short: what is computed from it is then not carried through the products.
+    const int again = Tile::kAlone && !KEPT ? thread : thread_index();
     const bool more = block > frame.first;
     const bool masked = block < frame.full_first || block >= frame.full_beyond;
     const bool v_late = Tile::kAlone && block == frame.last;
@@ -327,13 +327,13 @@ CUFA2_DEVICE bool attend(const FwdParams& p, const Frame& frame, const Score& sc
     typename Tile::Scores s;
     multiply_qk<Tile>(s, q_reader,
                       FragmentReader<typename Tile::K>::by_pair(k_tile + stage, KEPT ? again % 32 : lane), q_kept);
-    apply_score<Tile>(s, score);
-    if (masked) apply_mask<Tile>(s, frame.mask, frame.work.q_begin, block * BLOCK_K);
-    softmax.step(s, o, p.scale_log2);
     if (v_late) {
       if (more) cp_async_wait<2>(); else cp_async_wait<0>();
       block_sync();
     }
+    apply_score<Tile>(s, score);
+    if (masked) apply_mask<Tile>(s, frame.mask, frame.work.q_begin, block * BLOCK_K);
+    softmax.step(s, o, p.scale_log2);
     if (KEPT && masked) {
       multiply_pv_kept<Tile>(o, s, v_tile + stage, frame.mask, frame.work.q_begin,
                              block * BLOCK_K);

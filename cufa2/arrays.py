@@ -147,7 +147,7 @@ def view(name: str, array: Any, at: Place) -> ArrayView:
 def check_writable(name: str, out: ArrayView, inputs: Mapping[str, ArrayView | None]) -> None:
     """Raise unless `out` may be written: not read-only, no element twice, apart from inputs."""
     if out.readonly:
-        raise ValueError(f"{name} is read-only")
+        raise ValueError(f"{name} is read-only, or its strides are not whole elements")
     axes = sorted((abs(s), n) for n, s in zip(out.shape, out.strides, strict=True) if n > 1)
     reach = 0
     for stride, extent in axes:
@@ -239,10 +239,11 @@ def _view_numpy(name: str, array: Any) -> ArrayView:
     if not array.dtype.isnative:
         raise TypeError(f"{name} has dtype {array.dtype.str}, which is not in native byte order")
     dtype = _supported(name, array.dtype.name)
-    if any(s % array.itemsize for s in array.strides):
-        array = np.ascontiguousarray(array)  # a field of a record: whole elements, odd strides
-    strides = tuple(s // array.itemsize for s in array.strides)
     readonly = not array.flags.writeable
+    if any(s % array.itemsize for s in array.strides):
+        # A field of a record: whole elements, odd strides. What is written to a copy is lost.
+        array, readonly = np.ascontiguousarray(array), True
+    strides = tuple(s // array.itemsize for s in array.strides)
     pointer = array.__array_interface__["data"][0]
     return ArrayView(pointer, array.shape, strides, dtype, ("cpu", 0), "numpy", readonly, array)
 

@@ -75,6 +75,9 @@ class FlashAttention2:
         self._setup(options)
         name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
         dims = (head_dim, head_dim if head_dim_v is None else head_dim_v)
+        for given, d in zip(("head_dim", "head_dim_v"), dims, strict=True):
+            if not isinstance(d, (int, np.integer)):
+                raise TypeError(f"{given}={d!r} is not an integer")
         self.dtype, (self.head_dim, self.head_dim_v) = name, dims
         self._device = parse_device(device)
         head, head_v = (_Like((1, 1, 1, d), name) for d in dims)
@@ -178,11 +181,7 @@ class FlashAttention2:
             check_array("o", call["o"], o_shape, problem.dtype)
             for name in ("lse", "dlse"):
                 if call[name] is not None:
-                    check_array(
-                        name,
-                        call[name],
-                        *lse_type(problem, len(qv.shape)),
-                    )
+                    check_array(name, call[name], *lse_type(problem, len(qv.shape)))
             if at.kind == "cuda":
                 plan.choose(problem, device.info(at.index))
             grads = [arrays.empty(call[n].shape, problem.dtype, qv, at) for n in ("q", "k", "v")]

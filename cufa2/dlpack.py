@@ -88,7 +88,8 @@ def read(array: Any, stream: int | None) -> Tensor:
         raise TypeError(f"__dlpack__ of {type(array).__name__} gave no fresh DLPack capsule")
     dtype = _DTYPES.get((tensor.code, tensor.bits))
     if dtype is None or tensor.lanes != 1:
-        dtype = f"{_CODES.get(tensor.code, f'code {tensor.code} ')}{tensor.bits}"
+        lanes = "" if tensor.lanes == 1 else f"x{tensor.lanes}"
+        dtype = f"{_CODES.get(tensor.code, f'code {tensor.code} ')}{tensor.bits}{lanes}"
     shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
     if tensor.strides:
         strides = tuple(tensor.strides[i] for i in range(tensor.ndim))
@@ -109,7 +110,10 @@ def _export(array: Any, stream: int | None) -> Any:
         return array.__dlpack__(**arguments)
 
 
-_get_name = ctypes.pythonapi.PyCapsule_GetName
-_get_name.restype, _get_name.argtypes = ctypes.c_char_p, [ctypes.py_object]
-_get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
-_get_pointer.restype, _get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+# Prototypes of our own: attributes set on ctypes.pythonapi's functions hold for the whole process.
+_get_name = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)(
+    ("PyCapsule_GetName", ctypes.pythonapi)
+)
+_get_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)

@@ -34,6 +34,7 @@ class Place:
 
 
 CPU = Place("cpu")
+_REQUIRED = ("do", "q", "k", "v", "o", "lse")  # the others may be None
 
 
 def place(arrays: Mapping[str, Any], stream: Any = None) -> Place:
@@ -43,7 +44,7 @@ def place(arrays: Mapping[str, Any], stream: Any = None) -> Place:
     None takes the current stream of q's library if that is CuPy or torch, else CuPy's.
     Raises ValueError naming every array's device if they differ.
     """
-    devices = {name: device_of(name, a) for name, a in arrays.items() if a is not None}
+    devices = {n: device_of(n, a) for n, a in arrays.items() if a is not None or n in _REQUIRED}
     if len(set(devices.values())) > 1:
         spelled = ", ".join(f"{n} on {_spell(d)}" for n, d in devices.items())
         raise ValueError(f"all arrays must be on one device, got {spelled}")
@@ -76,11 +77,11 @@ def parse_device(spec: str | int | None) -> tuple[str, int] | None:
         return None
     if spec == "cpu":
         return "cpu", 0
-    if isinstance(spec, int):
+    if isinstance(spec, int) and spec >= 0:
         return "cuda", spec
     if spec == "cuda":
         return "cuda", int(cupy().cuda.Device().id)
-    kind, _, index = spec.partition(":")
+    kind, _, index = str(spec).partition(":")
     if kind == "cuda" and index.isdecimal():
         return "cuda", int(index)
     raise ValueError(f"device={spec!r} is not None, 'cpu', 'cuda', 'cuda:N' or a number")

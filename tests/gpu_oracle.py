@@ -91,7 +91,8 @@ template <class W> __device__ W block_max(W x, W* shared) {
   shared[threadIdx.x] = x;
   __syncthreads();
   for (int n = blockDim.x / 2; n > 0; n /= 2) {
-    if (threadIdx.x < n) shared[threadIdx.x] = larger(shared[threadIdx.x], shared[threadIdx.x + n]);
+    W& mine = shared[threadIdx.x];
+    if (threadIdx.x < n) mine = larger(mine, shared[threadIdx.x + n]);
     __syncthreads();
   }
   const W top = shared[0];
@@ -147,9 +148,11 @@ __device__ void attend(const u16* q, const u16* k, const u16* v, double* o, doub
   __syncthreads();
   for (i64 d = threadIdx.x; d < m.dim_v; d += blockDim.x) {
     W x = 0;
-    if (!empty)
+    if (!empty) {
+#pragma unroll 8
       for (i64 j = begin; j < end; ++j)
         x += s[j] * (W)widen(v[j * m.v[1] + d * m.v[3]], m.bfloat);
+    }
     o[d] = Step<W>::round(x, m.bfloat);
   }
 }
@@ -175,7 +178,8 @@ __device__ u32 mixed(u32 x) {
 
 // Standard normal numbers times `scale`, from the element's number and a seed.
 extern "C" __global__ void normal(u16* x, i64 n, i64 seed, double scale, i64 bfloat) {
-  for (i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x; i < n; i += (i64)gridDim.x * blockDim.x) {
+  const i64 step = (i64)gridDim.x * blockDim.x;
+  for (i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x; i < n; i += step) {
     const u32 a = mixed((u32)i ^ mixed((u32)(i >> 32) + (u32)seed * 0x9e3779b9u));
     const u32 b = mixed(a + 0x68e31da4u);
     const float u = (a >> 8) * 0x1p-24f + 0x1p-25f, w = (b >> 8) * 0x1p-24f;
@@ -300,7 +304,9 @@ def dense(
     return o.get(), lse.get()
 
 
-def check(o: Any, lse: Any, q: Any, k: Any, v: Any, name: str, rows: Any = None, **options: Any):
+def check(
+    o: Any, lse: Any, q: Any, k: Any, v: Any, name: str, rows: Any = None, **options: Any
+) -> None:
     """Raise AssertionError unless (o, lse) keep the accuracy rule of the contract.
 
     o, q, k, v: CuPy arrays (B, S, H, D); lse (B, H, Sq) float32. With rows only those are checked.
@@ -446,7 +452,7 @@ _pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(
 )
 
 
-@_DESTRUCTOR
+@_DESTRUCTOR  # type: ignore[untyped-decorator]
 def _destroy(capsule: int) -> None:
     for name, kind in ((b"dltensor", _Managed), (b"dltensor_versioned", _Versioned)):
         if _is_valid(capsule, name):
@@ -457,7 +463,7 @@ def _destroy(capsule: int) -> None:
 _exported: dict[int, tuple[Any, ...]] = {}  # address of a managed tensor -> what it needs, owner
 
 
-@_DELETER
+@_DELETER  # type: ignore[untyped-decorator]
 def _delete(address: int) -> None:
     *_, producer = _exported.pop(address)
     producer.deleted += 1
@@ -494,7 +500,12 @@ class Producer:
         return self.device_type, 0
 
     def __dlpack__(
-        self, *, stream: Any = None, max_version: Any = None, dl_device: Any = None, copy: Any = None
+        self,
+        *,
+        stream: Any = None,
+        max_version: Any = None,
+        dl_device: Any = None,
+        copy: Any = None,
     ) -> Any:
         return self._export(stream, self.versioned and max_version is not None)
 

@@ -6,6 +6,7 @@ is a failure here, long before anyone runs it.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import struct
@@ -49,15 +50,21 @@ def uneven(d: int, dv: int, mask: str, score: str, info: DeviceInfo) -> Variant:
 
 
 def builds() -> list[tuple[str, Variant]]:
-    """bfloat16: all variants. float16 differs in two instructions: one mask per head dim."""
+    """bfloat16: all masks and scores. float16 differs in two instructions: one mask per head dim.
+
+    Dv != D: all pairs for one architecture of each kind of tiles, a few for the others.
+    """
     chosen = []
     for arch in ARCHS:
         info = info_for_arch(arch)
         for v in plan.variants(info):
             if v.dtype == "bfloat16" or (v.mask, v.score) == ("causal", "plain"):
                 chosen.append((arch, v))
-        for d, dv in ((192, 128), (64, 256), (256, 32), (96, 32)):
-            chosen.append((arch, uneven(d, dv, "causal", "plain", info)))
+        dims = KERNELS[-1].head_dims
+        pairs = list(itertools.permutations(dims, 2))
+        if arch not in ("sm_86", "sm_90a"):
+            pairs = [(192, 128), (64, 256), (256, 32), (96, 32)]
+        chosen += [(arch, uneven(d, dv, "causal", "plain", info)) for d, dv in pairs]
     return chosen
 
 

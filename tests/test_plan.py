@@ -77,6 +77,7 @@ def test_every_legal_16_bit_forward_problem_has_a_plan(p: Problem, info: DeviceI
     assert variant.tile in row.tiles
     assert max(variant.head_dim, variant.head_dim_v) <= variant.tile.max_head_dim
     assert variant.smem_bytes + SMEM_RESERVE <= info.smem_per_block
+    assert variant.tile.max_cc is None or info.cc <= variant.tile.max_cc
     assert not any(applies(p) for _, applies in row.excludes)
     # The mask policy reads exactly the bounds that the problem has.
     left, right = variant.mask in ("left", "local"), variant.mask in ("causal", "local")
@@ -290,6 +291,7 @@ def test_rows_are_sound(row: Kernel) -> None:
     assert list(row.head_dims) == sorted(set(row.head_dims))
     assert [t.max_head_dim for t in row.tiles] == sorted(t.max_head_dim for t in row.tiles)
     assert row.tiles[-1].max_head_dim == row.max_head_dim
+    assert row.tiles[-1].max_cc is None, "the last resort is for every card"
     assert set(row.dtypes) <= set(kernels.C_TYPES)
     for tile in row.tiles:
         assert tile.block_q % (16 * tile.warps) == 0

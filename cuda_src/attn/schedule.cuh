@@ -12,16 +12,24 @@ struct Work {
   bool valid;
 };
 
+// Divisions in `Index`: 32-bit where the grid allows it, which saves a microsecond at the start of
+// every block.
+template <int BLOCK_Q, class Index> CUFA2_DEVICE Work find_work(const FwdParams& p, Index index) {
+  const Index tiles = (p.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
+  const Index per_section = static_cast<Index>(p.section) * tiles;
+  const Index section = index / per_section, rest = index % per_section;
+  const Index first_head = section * static_cast<Index>(p.section);
+  if (first_head >= static_cast<Index>(p.heads_total)) return {0, 0, 0, false};
+  const Index heads =
+      min(static_cast<Index>(p.section), static_cast<Index>(p.heads_total) - first_head);
+  const Index tile = rest / heads, batch_head = first_head + rest % heads;
+  if (tile >= tiles) return {0, 0, 0, false};
+  const Index batch = batch_head / p.num_heads;
+  return {static_cast<i64>(batch), static_cast<int>(batch_head - batch * p.num_heads),
+          static_cast<int>(tiles - 1 - tile) * BLOCK_Q, true};
+}
+
 template <int BLOCK_Q> CUFA2_DEVICE Work find_work(const FwdParams& p) {
-  const i64 tiles = (p.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
-  const i64 index = blockIdx.x + static_cast<i64>(blockIdx.y) * gridDim.x;
-  const i64 section = index / (p.section * tiles);
-  const i64 rest = index - section * p.section * tiles;
-  const i64 first_head = section * p.section;
-  const i64 heads = min(p.section, p.heads_total - first_head);
-  if (heads <= 0) return {0, 0, 0, false};
-  const i64 tile = tiles - 1 - rest / heads;
-  const i64 batch_head = first_head + rest % heads;
-  return {batch_head / p.num_heads, static_cast<int>(batch_head % p.num_heads),
-          static_cast<int>(tile) * BLOCK_Q, tile >= 0};
+  if (gridDim.y == 1) return find_work<BLOCK_Q, u32>(p, blockIdx.x);
+  return find_work<BLOCK_Q, u64>(p, blockIdx.x + static_cast<u64>(blockIdx.y) * gridDim.x);
 }

@@ -1,0 +1,68 @@
+"""Fixtures of the GPU tests. Frameworks are imported by the tests that use them, never before."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from cufa2 import device
+
+# JAX would take three quarters of the card's memory at its first use.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+MANY = 20  # selected tests from which on compiling the kernels ahead saves time
+
+
+@pytest.fixture(scope="session")
+def cp(request: pytest.FixtureRequest) -> Any:
+    """CuPy on a working GPU. Whoever asks for GPU tests without one is told, not skipped."""
+    why = device.why_no_cuda()
+    if why is not None:
+        pytest.fail(f"the GPU tests need a GPU: {why}", pytrace=False)
+    if len(request.session.items) > MANY:
+        import gpu_oracle
+
+        gpu_oracle.compile_side_by_side()
+    return device.cupy()
+
+
+@pytest.fixture(autouse=True)
+def _errors_show_where_they_happen(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Wait for the card after each GPU test, so that a fault shows where it arose."""
+    yield
+    if request.node.get_closest_marker("gpu") and "cp" in request.fixturenames:
+        device.cupy().cuda.Device().synchronize()
+
+
+def _framework(name: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pytest.importorskip(name)
+
+
+@pytest.fixture(scope="session")
+def torch(cp: Any) -> Any:
+    module = _framework("torch")
+    if not module.cuda.is_available():
+        pytest.skip("this PyTorch sees no GPU")
+    return module
+
+
+@pytest.fixture(scope="session")
+def jax(cp: Any) -> Any:
+    module = _framework("jax")
+    if not any(d.platform == "gpu" for d in module.devices()):
+        pytest.skip("this JAX sees no GPU")
+    return module
+
+
+@pytest.fixture(scope="session")
+def numba_cuda(cp: Any) -> Any:
+    module = _framework("numba.cuda")
+    if not module.is_available():
+        pytest.skip("this Numba sees no GPU")
+    return module
