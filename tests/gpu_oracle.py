@@ -228,6 +228,11 @@ def bits(x: Any) -> Any:
     return x.view(f"u{x.itemsize}")
 
 
+def copy(x: Any) -> Any:
+    """A contiguous copy of a CuPy array, moved as bits."""
+    return bits(x).copy().view(x.dtype)
+
+
 def host(x: Any) -> Any:
     """A CuPy array on the host, moved as bits."""
     return bits(x).get().view(x.dtype)

@@ -324,7 +324,7 @@ def test_batch_mates_do_not_matter(cp: Any, dim: int, dtype: str) -> None:
             rows = slice(0, lens_q[i])
             assert_same(together[0][i : i + 1, rows], dense[0], f"o of {i}, {options}, cut")
             assert_same(together[1][i : i + 1, :, rows], dense[1], f"lse of {i}, {options}, cut")
-        bad_q, bad_k, bad_v = (x.copy() for x in (q, k, v))
+        bad_q, bad_k, bad_v = (oracle.copy(x) for x in (q, k, v))
         for x in (bad_q, bad_k, bad_v):
             fill_nan(x[1:2], x[3:])
         among = run(bad_q, bad_k, bad_v, **options, **both)
@@ -379,7 +379,7 @@ def test_case_02_window_edges(cp: Any, dtype: str) -> None:
     o, _ = run(q, k, v, window=(0, 0))
     assert_same(o, v, "window (0, 0) gives v itself")
     before, before_lse = run(q, k, v, window=(2, 0))
-    k2, v2 = k.copy(), v.copy()
+    k2, v2 = oracle.copy(k), oracle.copy(v)
     for x, seed in ((k2, 8), (v2, 9)):
         bits(x)[:, 5:] = bits(normal((1, 2, 2, 64), dtype, seed))
     after, after_lse = run(q, k2, v2, window=(2, 0))
@@ -408,7 +408,7 @@ def test_case_05_products_beyond_float16(cp: Any) -> None:
     for dtype in DTYPES:
         q = oracle.to_device(np.full((1, 70, 2, 128), 256, numpy_dtype(dtype)))
         v = normal(q.shape, dtype, 1)
-        _, lse = run_checked(q, q.copy(), v, dtype)
+        _, lse = run_checked(q, oracle.copy(q), v, dtype)
         expected = 256 * 256 * 128 / math.sqrt(128) + math.log(70)
         np.testing.assert_allclose(host(lse), expected, rtol=1e-5, err_msg=dtype)
 
@@ -497,7 +497,7 @@ def test_case_06_padding_may_hold_anything(cp: Any, dim: int, dtype: str) -> Non
     for options in MASK_OPTIONS.values():
         results = []
         for value in (0, NAN, INF_BITS[dtype]):
-            a, b, c = (x.copy() for x in (q, k, v))
+            a, b, c = (oracle.copy(x) for x in (q, k, v))
             for i, (n, m) in enumerate(zip((61, 200, 1), (130, 1, 201), strict=True)):
                 bits(a)[i, n:] = value
                 bits(b)[i, m:] = value
@@ -567,7 +567,7 @@ def test_case_25_empty_sizes(cp: Any, dim: int, dtype: str) -> None:
 def test_case_26_inputs_are_never_written(cp: Any) -> None:
     q, k, v = inputs(2, 70, 90, 4, 2, 64, 64, "bfloat16")
     lens = lengths(70, 3)
-    before = [x.copy() for x in (q, k, v, lens)]
+    before = [oracle.copy(x) for x in (q, k, v, lens)]
     for wrap in (lambda x: x, lambda x: oracle.Producer(x, readonly=True)):
         for options in (opts(softmax_scale=-0.2), opts(softmax_scale=0.0), opts(causal=True)):
             flash_attention(wrap(q), wrap(k), wrap(v), seqlens_q=lens, **options)
@@ -584,7 +584,7 @@ def test_case_31_sequences_of_length_zero(cp: Any, dim: int, dtype: str) -> None
     pairs = (((0, 5, 0, 4), (3, 0, 7, 2)), ((0, 5, 0, 4), (0, 0, 0, 0)), ((0, 1, 0, 1), (7,) * 4))
     for (lens_q, lens_k), causal in itertools.product(pairs, (False, True)):
         lens = opts(seqlens_q=lengths(*lens_q), seqlens_k=lengths(*lens_k))
-        a, b, c = (x.copy() for x in (q, k, v))
+        a, b, c = (oracle.copy(x) for x in (q, k, v))
         for i in range(4):
             fill_nan(a[i, lens_q[i] :], b[i, lens_k[i] :], c[i, lens_k[i] :])
         what = f"{lens_q} {lens_k} causal={causal}"
@@ -671,7 +671,7 @@ def test_skipped_blocks_are_not_read(cp: Any, dim: int, dtype: str) -> None:
         for value in (NAN, INF_BITS[dtype]):
             hurt: Any = []
             for x in (k, v):
-                y = x.copy()
+                y = oracle.copy(x)
                 bits(y)[...] = value
                 bits(y)[:, seen] = bits(x)[:, seen]
                 hurt.append(y)
