@@ -287,8 +287,8 @@ CUFA2_DEVICE bool attend(const FwdParams& p, const Frame& frame, const Score& sc
   const auto q_reader = FragmentReader<typename Tile::Q>::by_row(
       q_tile + Tile::warp_row(thread) * Tile::Q::kRowBytes, lane);
   if (frame.last >= frame.first) {
-    TileLoader<typename Tile::Q, Tile::kThreads>::load(q_tile, frame.q, p.q_stride.row,
-                                                       frame.len.q - frame.work.q_begin, p.head_dim, thread);
+    TileLoader<typename Tile::Q, Tile::kThreads>::load(
+        q_tile, frame.q, p.q_stride.row, frame.len.q - frame.work.q_begin, p.head_dim, thread);
     cp_async_commit();
     load_kv(frame.last, 0, thread);
     if (p.q_sign != 1.0f || Tile::Q_IN_REGISTERS) {
@@ -315,7 +315,7 @@ CUFA2_DEVICE bool attend(const FwdParams& p, const Frame& frame, const Score& sc
   u32 stage = 0;
   for (int block = frame.last; block >= frame.first; --block) {
     // Read before the barrier: the latency passes while waiting for it. The thread's number too,
-    // where registers are short: what is computed from it is then not carried through the products.
+    // where registers are short: what is computed from it then need not outlive the products.
     const int again = Tile::kAlone && !KEPT ? thread : thread_index();
     const bool more = block > frame.first;
     const bool masked = block < frame.full_first || block >= frame.full_beyond;
@@ -325,8 +325,9 @@ CUFA2_DEVICE bool attend(const FwdParams& p, const Frame& frame, const Score& sc
     if (more) load_kv(block - 1, stage ^ Tile::kStageBytes, again);
 
     typename Tile::Scores s;
-    multiply_qk<Tile>(s, q_reader,
-                      FragmentReader<typename Tile::K>::by_pair(k_tile + stage, KEPT ? again % 32 : lane), q_kept);
+    const auto k_reader = FragmentReader<typename Tile::K>::by_pair(
+        k_tile + stage, KEPT ? again % 32 : lane);
+    multiply_qk<Tile>(s, q_reader, k_reader, q_kept);
     if (v_late) {
       if (more) cp_async_wait<2>(); else cp_async_wait<0>();
       block_sync();
@@ -338,7 +339,8 @@ CUFA2_DEVICE bool attend(const FwdParams& p, const Frame& frame, const Score& sc
       multiply_pv_kept<Tile>(o, s, v_tile + stage, frame.mask, frame.work.q_begin,
                              block * BLOCK_K);
     } else {
-      multiply_pv<Tile>(o, s, FragmentReader<typename Tile::V>::by_row(v_tile + stage, again % 32));
+      const auto v_reader = FragmentReader<typename Tile::V>::by_row(v_tile + stage, again % 32);
+      multiply_pv<Tile>(o, s, v_reader);
     }
     stage ^= Tile::kStageBytes;
   }

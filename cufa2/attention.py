@@ -18,8 +18,6 @@ from .launch import KernelRecord, Loaded, Scratch
 from .placement import Place, hold, parse_device, place
 from .problem import Options, Problem, check_array, check_lengths, lse_type, make_problem
 
-_MAX_REMEMBERED = 4096  # problems whose kernel a launcher remembers
-
 
 class FlashAttention2:
     """Forward and backward attention for one head dim, dtype and set of options.
@@ -92,7 +90,6 @@ class FlashAttention2:
         self.head_dim = self.head_dim_v = self.dtype = None
         self._device = None
         self._records: dict[tuple[str, int], KernelRecord] = {}
-        self._kernels: dict[tuple[Problem, int], Loaded] = {}
         self._scratch: dict[tuple[int, int], Scratch] = {}
 
     @property
@@ -275,14 +272,8 @@ class FlashAttention2:
         hold([v.owner for v in call.values() if v is not None and v.foreign], at.stream)
 
     def _kernel(self, problem: Problem, index: int) -> Loaded:
-        key = (problem, index)
-        loaded = self._kernels.get(key)
-        if loaded is None:
-            loaded = launch.load(plan.choose(problem, device.info(index)).variant, index)
-            if len(self._kernels) >= _MAX_REMEMBERED:
-                self._kernels.clear()  # a stream of ever new lengths must not grow it for ever
-            self._kernels[key] = loaded
-            self._records[loaded.record.name, index] = loaded.record
+        loaded = launch.load(plan.choose(problem, device.info(index)).variant, index)
+        self._records[loaded.record.name, index] = loaded.record
         return loaded
 
 

@@ -57,7 +57,7 @@ class Tile:
         return 2 * (q + 2 * self.block_k * (head_dim + head_dim_v))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # a row is itself: compared and hashed by identity, at no cost
 class Kernel:
     """One kernel file: what it computes, where it runs, what it excludes, how it is tiled.
 

@@ -171,8 +171,8 @@ def _forward_params(
         "window_left": p.window_left or 0,
         "window_right": p.window_right or 0,
         "top_left": int(p.align == "top_left"),
-        "tanh_scale": 2.0 * _LOG2_E * scale / p.softcap if p.softcap else 0.0,
-        "scale_log2": exponent * _LOG2_E,
+        "tanh_scale": _float32(2.0 * _LOG2_E * scale / p.softcap) if p.softcap else 0.0,
+        "scale_log2": _float32(exponent * _LOG2_E),
         "q_sign": sign,
     }
     for name in ("q", "k", "v", "o"):
@@ -185,6 +185,11 @@ def _forward_params(
     return values
 
 
+def _float32(x: float) -> float:
+    """x, or the largest float32 if it is beyond: infinity would turn a score of 0 into NaN."""
+    return min(x, float(np.finfo(np.float32).max))
+
+
 def _lse_strides(lse: ArrayView | None) -> tuple[int, int, int]:
     if lse is None:
         return 0, 0, 0
@@ -195,7 +200,12 @@ def _lse_strides(lse: ArrayView | None) -> tuple[int, int, int]:
 
 
 def _section(problem: Problem, l2_bytes: int, itemsize: int) -> int:
-    """Query heads that run side by side: as many as have their K and V in half the L2 cache."""
+    """Query heads that run side by side: at most as many as have their K and V in half the L2
+    cache, and about equally many in every section, since a small last one would start with long
+    tiles when the card is about to run dry."""
     p = problem
+    heads = p.batch * p.num_heads
     per_head = max(1, p.seqlen_k * (p.head_dim + p.head_dim_v) * itemsize)
-    return min(p.batch * p.num_heads, max(1, l2_bytes // 2 // per_head) * p.group)
+    most = max(1, l2_bytes // 2 // per_head) * p.group
+    even = -(-heads // -(-heads // most))
+    return min(heads, -(-even // p.group) * p.group)

@@ -109,7 +109,8 @@ def device_of(name: str, array: Any) -> tuple[str, int]:
         return kind, array.device.index or 0
     if hasattr(array, "__dlpack_device__"):
         kind, index = array.__dlpack_device__()
-        return dlpack.device_kind(name, int(kind)), int(index) if int(kind) != dlpack.HOST else 0
+        kind = dlpack.device_kind(name, int(kind))
+        return kind, int(index) if kind == "cuda" else 0
     if hasattr(array, "__cuda_array_interface__"):
         return "cuda", int(cupy().asarray(array).device.id)
     raise TypeError(

@@ -12,7 +12,7 @@ import argparse
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -173,35 +173,31 @@ class Head:
 
 @dataclass(frozen=True)
 class Target:
-    """A kernel row, a compiled head dim, and a shared-memory budget that leads to `tile`."""
+    """A kernel row, a compiled head dim, and a card on which the plan takes `tile` for it."""
 
     row: Kernel
     dim: int
-    budget: int
+    card: device.DeviceInfo
     tile: Tile
 
-    def choose(self, problem: Problem, info: device.DeviceInfo) -> plan.Plan:
-        """plan.choose, held to this row and budget."""
-        return CHOOSE(problem, replace(info, smem_per_block=self.budget), self.row.name)
+    def choose(self, problem: Problem, _: device.DeviceInfo) -> plan.Plan:
+        """plan.choose, held to this row and as if for that card."""
+        return CHOOSE(problem, self.card, self.row.name)
 
 
 CHOOSE = plan.choose
 
 
 def targets(info: device.DeviceInfo) -> list[Target]:
-    """Every (row, head dim, tile) that this card can run.
-
-    The budgets are those of other cards: one with less shared memory takes other tiles.
-    """
-    budgets = {device.info_for_arch(arch).smem_per_block for arch in device.ARCHS}
+    """Every (row, head dim, tile) that this card can run, its own and those of other cards."""
+    cards = [info, *(device.info_for_arch(arch) for arch in device.ARCHS)]
     found: dict[tuple[str, int, Tile], Target] = {}
     for row in KERNELS:
         for dim in row.head_dims if row.direction == "forward" else ():
-            for budget in {info.smem_per_block, *(n for n in budgets if n < info.smem_per_block)}:
-                smaller = replace(info, smem_per_block=budget)
-                if plan.refusal(row, problem_of(row.dtypes[0], dim), smaller) is None:
-                    tile = CHOOSE(problem_of(row.dtypes[0], dim), smaller, row.name).variant.tile
-                    found.setdefault((row.name, dim, tile), Target(row, dim, budget, tile))
+            for card in (c for c in cards if c.smem_per_block <= info.smem_per_block):
+                if plan.refusal(row, problem_of(row.dtypes[0], dim), card) is None:
+                    tile = CHOOSE(problem_of(row.dtypes[0], dim), card, row.name).variant.tile
+                    found.setdefault((row.name, dim, tile), Target(row, dim, card, tile))
     return list(found.values())
 
 

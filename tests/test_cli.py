@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from cufa2 import __version__, compiler, device, flash_attention, plan
+from cufa2 import __version__, cache, compiler, device, flash_attention, plan
 from cufa2.__main__ import main
 from cufa2.testing import make_inputs
 
@@ -355,10 +355,10 @@ def test_compile_covers_all_variants(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Without choices every variant of the architecture is built, each once."""
     built = []
 
-    def build(variant: Any, arch: str, *, folder: Path) -> compiler.Cubin:
+    def build(variant: Any, arch: str, *, folder: Path) -> cache.Cubin:
         built.append((variant, arch))
         path = folder / variant.name
-        return compiler.Cubin(path, variant.name, arch, "12.9", 1, 0, 0, 0.1, "", False)
+        return cache.Cubin(path, variant.name, arch, "12.9", 1, 0, 0, 0.1, "", False)
 
     monkeypatch.setattr(compiler, "build", build)
     arguments = ["--arch", "sm_86", "--arch", "sm_86", "-o", str(tmp_path)]

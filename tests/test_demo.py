@@ -20,8 +20,10 @@ import pytest
 
 import cufa2
 from cufa2.testing import (
+    EPS,
     assert_accurate,
     assert_lse,
+    gradient_noise,
     numpy_dtype,
     plain_attention,
     plain_attention_backward,
@@ -89,7 +91,7 @@ def test_forward_on_real_inputs(layer: int, dtype: str, causal: bool) -> None:
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("dtype", ["float32", *HALF])
 def test_backward_on_real_inputs(layer: int, dtype: str) -> None:
     q, k, v, lengths = load_fixture(layer, dtype)
     do = v[..., ::-1, :].copy()  # a gradient of plausible size: another head's values
@@ -100,8 +102,16 @@ def test_backward_on_real_inputs(layer: int, dtype: str) -> None:
         one = [x[b : b + 1, :n] for x in (do, q, k, v)]
         exact, plain = reference64_backward(*one), plain_attention_backward(*one)
         for name, ours, x, p in zip(("dq", "dk", "dv"), grads, exact, plain, strict=True):
-            assert_accurate(ours[b : b + 1, :n], x, p, f"{name} of sentence {b}")
+            noise = handed_over(lse[b, :, :n], x, one) if dtype == "float32" else 0.0
+            assert_accurate(ours[b : b + 1, :n], x, p, f"{name} of sentence {b}", noise)
             assert not ours[b, n:].any()
+
+
+def handed_over(lse: Array, gradient: Array, inputs: list[Array]) -> float:
+    """What the backward pass cannot know: o and lse come to it rounded to float32, while the plain
+    gradient recomputes both. Half a unit of lse scales P by that much; o enters through delta."""
+    half_unit = EPS["float32"] / 2 * np.abs(lse).max()
+    return float(half_unit * np.abs(gradient).max()) + gradient_noise(*inputs)
 
 
 @pytest.mark.gpu

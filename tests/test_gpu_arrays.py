@@ -462,12 +462,17 @@ def test_memory_around_outputs_is_left_alone(cp: Any, dv: int, dtype: str) -> No
 
 
 def refused(
-    out: Any, error: type[Exception], match: str, call: Callable[..., Any], *args: Any, **kw: Any
+    guarded: Any,
+    error: type[Exception],
+    match: str,
+    call: Callable[..., Any],
+    *args: Any,
+    **kw: Any,
 ) -> None:
-    bits(out)[...] = SENTINEL
+    bits(guarded)[...] = SENTINEL
     with pytest.raises(error, match=match):
         call(*args, **kw)
-    assert bool((bits(out) == SENTINEL).all()), f"{match}: the refused call wrote to out"
+    assert bool((bits(guarded) == SENTINEL).all()), f"{match}: the refused call wrote to out"
 
 
 def test_devices_must_not_mix(cp: Any) -> None:

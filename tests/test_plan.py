@@ -298,7 +298,6 @@ def test_rows_are_sound(row: Kernel) -> None:
         assert tile.block_k % 16 == 0
     for n in range(1, row.max_head_dim + 1):
         assert row.compiled_dim(n) == min(d for d in row.head_dims if d >= n)
-    assert hash(row) == hash(dataclasses.replace(row))
 
 
 def test_row_names_are_unique() -> None:

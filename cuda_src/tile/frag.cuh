@@ -34,7 +34,9 @@ template <int M_TILES_, int N_TILES_> struct Accumulator {
 
   // Row within the warp tile of a lane's r-th row, and column of element e of tile n.
   static CUFA2_DEVICE int row(int lane, int r) { return (r >> 1) * 16 + (r & 1) * 8 + lane / 4; }
-  static CUFA2_DEVICE int column(int lane, int n, int e) { return n * 8 + 2 * (lane % 4) + (e & 1); }
+  static CUFA2_DEVICE int column(int lane, int n, int e) {
+    return n * 8 + 2 * (lane % 4) + (e & 1);
+  }
 };
 
 // Reads operands by ldmatrix.x4 from a SmemTile. The swizzle depends on the lane alone because

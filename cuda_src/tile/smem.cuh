@@ -4,7 +4,7 @@
 // A row is cut into 16-byte chunks (8 elements). Chunk c of row r is stored at chunk position
 // c ^ swizzle(r): eight rows that are read together then cover all 32 banks once.
 //   COLS % 64 == 0: rows start at bank 0, so the low three chunk bits are mixed with r % 8.
-//   COLS % 64 == 32: rows alternate between banks 0 and 16, so two bits are mixed with (r / 2) % 4.
+//   COLS % 64 == 32: rows start at banks 0 and 16 in turn; two bits are mixed with (r / 2) % 4.
 #pragma once
 #include "../prim/copy.cuh"
 
@@ -40,7 +40,7 @@ template <int ROWS_, int COLS_> struct SmemTile {
 template <class Smem, int THREADS> struct TileLoader {
   static constexpr int kLanes = Smem::kStretch;
   static constexpr int kRowStep = THREADS / kLanes;
-  static_assert(Smem::ROWS % kRowStep == 0, "every thread copies the same number of rows");
+  static constexpr int kSteps = (Smem::ROWS + kRowStep - 1) / kRowStep;
   static_assert(kRowStep % 8 == 0, "a thread's rows share one swizzle");
 
   template <class T>
@@ -50,7 +50,8 @@ template <class Smem, int THREADS> struct TileLoader {
     const T* source = tile + row * row_stride + chunk * 8;
     u32 target = shared + Smem::offset(row, chunk);
 #pragma unroll
-    for (int n = 0; n < Smem::ROWS / kRowStep; ++n) {
+    for (int n = 0; n < kSteps; ++n) {
+      if (Smem::ROWS % kRowStep != 0 && row + n * kRowStep >= Smem::ROWS) break;
       const bool row_valid = row + n * kRowStep < rows_left;
 #pragma unroll
       for (int g = 0; g < Smem::kChunks / kLanes; ++g) {
