@@ -10,8 +10,7 @@
 //
 // NaN never leaks from a masked key: padded rows are filled with zeros on the way in, masked
 // scores are selected away, and should a NaN still reach O through 0 * NaN (a non-finite V row
-// that only some rows of the tile may see), the tile is done again with products that are added
-// only to the rows that keep the key.
+// that only some rows of the tile may see), the tile is done again with multiply_pv_kept.
 #pragma once
 #include "attn/features.cuh"
 #include "attn/schedule.cuh"
@@ -124,46 +123,61 @@ CUFA2_DEVICE void multiply_pv(typename Tile::Output& o, const typename Tile::Sco
   }
 }
 
-// The same sum, one key of each k16 step at a time, each added only to the rows that keep it.
-// Sixteen times the products; runs only for tiles in which a NaN appeared.
+// O += P V where V may hold NaN or Inf in rows that not every query row of the tile keeps: there
+// 0 * NaN would leak. The finite part of V is multiplied as ever, in the same order, so rows that
+// keep no such key come out the same to the bit. What the others get is counted by a second
+// product, of kept (0 or 1) with the codes of prim/types.cuh, and added as +Inf, -Inf or NaN.
 template <class Tile, class Mask>
-CUFA2_DEVICE void multiply_pv_kept(typename Tile::Output& o, const typename Tile::Scores& p,
+CUFA2_DEVICE void multiply_pv_kept(typename Tile::Output& o, const typename Tile::Scores& s,
                                    u32 v_tile, const Mask& mask, int q_begin, int key) {
+  using T = typename Tile::T;
+  constexpr int kSteps = Tile::BLOCK_K / 16;
+  static_assert(Tile::BLOCK_K < kNegativeInfCode, "counts of one code must not reach the next");
+  u32 p[kSteps][Tile::M_TILES][4];
 #pragma unroll
-  for (int kk = 0; kk < Tile::BLOCK_K / 16; ++kk) {
+  for (int kk = 0; kk < kSteps; ++kk)
 #pragma unroll
-    for (int m = 0; m < Tile::M_TILES; ++m) {
-      u32 a[4];
-      pack_p<typename Tile::T>(a, p, m, kk);
-#pragma unroll 1
-      for (int c = 0; c < 16; ++c) {
-        const int lane = thread_index() % 32;
-        const auto v = FragmentReader<typename Tile::V>::by_row(v_tile, lane);
-        const int row = q_begin + Tile::warp_row(thread_index()) + Tile::Output::row(lane, 2 * m);
-        const int j = key + 16 * kk + c;
-        const bool keep[2] = {mask.keep(row, j), mask.keep(row + 8, j)};
-        // A lane holds rows 2t, 2t+1 of V in b0 and rows 2t+8, 2t+9 in b1; row c alone survives.
-        const u32 half = c & 1 ? 0xffff0000u : 0x0000ffffu;
-        const u32 mine = 2 * (lane % 4) == (c & 6) ? half : 0u;
-        const u32 mine0 = c < 8 ? mine : 0u, mine1 = c < 8 ? 0u : mine;
+    for (int m = 0; m < Tile::M_TILES; ++m) pack_p<T>(p[kk][m], s, m, kk);
 #pragma unroll
-        for (int n = 0; n < Tile::DV / 8; ++n) {
-          warp_sync();  // keeps the compiler from loading all of V ahead: no registers for that
-          u32 b[4];
-          v.load_trans(b, kk, n / 2);
-          float product[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-          mma_m16n8k16<typename Tile::T>(product, a, b[2 * (n & 1)] & mine0,
-                                         b[2 * (n & 1) + 1] & mine1);
+  for (int n = 0; n < Tile::DV / 16; ++n) {
+    Accumulator<Tile::M_TILES, 2> codes;
+    codes.clear();
 #pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            if (keep[e >> 1]) o.at[m][n][e] += product[e];
-          }
+    for (int kk = 0; kk < kSteps; ++kk) {
+      // Step by step, and everything anew in each: registers are short.
+      warp_sync();
+      const int thread = thread_index(), lane = thread % 32;
+      const int q_row = q_begin + Tile::warp_row(thread);
+      const auto v = FragmentReader<typename Tile::V>::by_row(v_tile, lane);
+      u32 finite[4], code[4];
+      v.load_trans(finite, kk, n);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) code[e] = split_nonfinite<T>(finite[e]);
+#pragma unroll
+      for (int m = 0; m < Tile::M_TILES; ++m) {
+        mma_m16n8k16<T>(o.at[m][2 * n], p[kk][m], finite[0], finite[1]);
+        mma_m16n8k16<T>(o.at[m][2 * n + 1], p[kk][m], finite[2], finite[3]);
+        u32 kept[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int i = q_row + Tile::Output::row(lane, 2 * m + (e & 1));
+          const int j = key + 16 * kk + Tile::Scores::column(lane, e >> 1, 0);
+          kept[e] = pack2<T>(mask.keep(i, j) ? 1.0f : 0.0f, mask.keep(i, j + 1) ? 1.0f : 0.0f);
         }
+        mma_m16n8k16<T>(codes.at[m][0], kept, code[0], code[1]);
+        mma_m16n8k16<T>(codes.at[m][1], kept, code[2], code[3]);
       }
     }
+#pragma unroll
+    for (int m = 0; m < Tile::M_TILES; ++m)
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) o.at[m][2 * n + h][e] += sum_of_codes(codes.at[m][h][e]);
   }
 }
 
+// Scores -> logits of one key block.
 template <class Tile, class Score>
 CUFA2_DEVICE void apply_score(typename Tile::Scores& s, const Score& score) {
   if constexpr (!Score::kIdentity) {
@@ -201,7 +215,7 @@ CUFA2_DEVICE void apply_mask(typename Tile::Scores& s, const Mask& mask, int q_b
 template <class Tile, class Softmax>
 CUFA2_DEVICE void store_output(const FwdParams& p, const Work& work, int seqlen_q,
                                const typename Tile::Output& o, const Softmax& softmax, u32 o_tile,
-                               int thread) {
+                               int thread, int first_row, int column) {
   using T = typename Tile::T;
   constexpr int M_TILES = Tile::M_TILES, kRows = 2 * M_TILES;
   const int lane = thread % 32, warp_row = Tile::warp_row(thread);
@@ -210,7 +224,7 @@ CUFA2_DEVICE void store_output(const FwdParams& p, const Work& work, int seqlen_
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const int m = r >> 1, e = (r & 1) * 2;
-    const int row = warp_row + Tile::Output::row(lane, r), i = work.q_begin + row;
+    const int row = warp_row + Tile::Output::row(lane, r), i = work.q_begin + first_row + row;
     const bool zero = inverse[r] == 0.0f || i >= seqlen_q;
 #pragma unroll
     for (int n = 0; n < Tile::Output::N_TILES; ++n) {
@@ -223,12 +237,13 @@ CUFA2_DEVICE void store_output(const FwdParams& p, const Work& work, int seqlen_
     }
   }
   warp_sync();  // a warp stores the rows it staged
-  T* out = static_cast<T*>(p.o) + work.batch * p.o_stride.batch + work.head * p.o_stride.head;
+  T* out = static_cast<T*>(p.o) + work.batch * p.o_stride.batch + work.head * p.o_stride.head +
+           column;
 #pragma unroll 4
   for (int c = lane; c < 16 * M_TILES * Tile::O::kChunks; c += 32) {
     const int row = warp_row + c / Tile::O::kChunks, chunk = c % Tile::O::kChunks;
-    const int i = work.q_begin + row;
-    if (i < p.seqlen_q && chunk * 8 < p.head_dim_v) {
+    const int i = work.q_begin + first_row + row;
+    if (i < p.seqlen_q && column + chunk * 8 < p.head_dim_v) {
       store_global_16(out + i * p.o_stride.row + chunk * 8,
                       load_shared_16(o_tile + Tile::O::offset(row, chunk)));
     }
@@ -237,7 +252,8 @@ CUFA2_DEVICE void store_output(const FwdParams& p, const Work& work, int seqlen_
 
 // What a block knows about its tile. It lies in shared memory, written once by one thread: the
 // registers belong to O and S, and most of this is read once per key block or less.
-template <class T, class Mask> struct Frame {
+template <class Tile, class Mask> struct Frame {
+  using T = typename Tile::T;
   Work work;
   Lengths len;
   Mask mask;
@@ -245,8 +261,7 @@ template <class T, class Mask> struct Frame {
   int full_first, full_beyond;  // among them, those [full_first, full_beyond) that need no mask
   const T *q, *k, *v;           // row 0 of the head; q at the tile's first row
 
-  template <class Tile>
-  CUFA2_DEVICE Frame(const FwdParams& p, const Work& w, Tile)
+  CUFA2_DEVICE Frame(const FwdParams& p, const Work& w)
       : work(w), len(p, w.batch), mask(p, len), first(0), last(-1),
         q(static_cast<const T*>(p.q) + w.batch * p.q_stride.batch + w.head * p.q_stride.head +
           w.q_begin * p.q_stride.row),
@@ -265,22 +280,24 @@ template <class T, class Mask> struct Frame {
   }
 };
 
-// Computes and stores one tile; returns whether this thread met a NaN in O. KEPT: masked blocks
-// add their products to the rows that keep a key only, so that no NaN reaches a row it should not.
+// Computes and stores BLOCK_Q rows from `row` and DV columns from `column` of the frame's tile;
+// returns whether this thread met a NaN in O. KEPT: masked blocks take the product that lets no
+// NaN reach a row that does not keep its key.
 template <class Tile, bool KEPT, class Score, class Frame>
-CUFA2_DEVICE bool attend(const FwdParams& p, const Frame& frame, const Score& score, u32 q_tile) {
+CUFA2_DEVICE bool attend(const FwdParams& p, const Frame& frame, const Score& score, u32 q_tile,
+                         int row, int column) {
   constexpr int BLOCK_K = Tile::BLOCK_K, M_TILES = Tile::M_TILES;
   const int thread = thread_index(), lane = thread % 32;
   const u32 k_tile = q_tile + Tile::kQBytes, v_tile = k_tile + Tile::K::kBytes;
   auto load_kv = [&](int block, u32 stage, int thread) {
-    const int row = block * BLOCK_K, rows_left = frame.len.k - row;
+    const int key = block * BLOCK_K, keys_left = frame.len.k - key;
     TileLoader<typename Tile::K, Tile::kThreads>::load(
-        k_tile + stage, frame.k + row * p.k_stride.row, p.k_stride.row, rows_left, p.head_dim,
+        k_tile + stage, frame.k + key * p.k_stride.row, p.k_stride.row, keys_left, p.head_dim,
         thread);
     if constexpr (Tile::kAlone) cp_async_commit();
     TileLoader<typename Tile::V, Tile::kThreads>::load(
-        v_tile + stage, frame.v + row * p.v_stride.row, p.v_stride.row, rows_left, p.head_dim_v,
-        thread);
+        v_tile + stage, frame.v + key * p.v_stride.row + column, p.v_stride.row, keys_left,
+        p.head_dim_v - column, thread);
     cp_async_commit();
   };
 
@@ -288,7 +305,8 @@ CUFA2_DEVICE bool attend(const FwdParams& p, const Frame& frame, const Score& sc
       q_tile + Tile::warp_row(thread) * Tile::Q::kRowBytes, lane);
   if (frame.last >= frame.first) {
     TileLoader<typename Tile::Q, Tile::kThreads>::load(
-        q_tile, frame.q, p.q_stride.row, frame.len.q - frame.work.q_begin, p.head_dim, thread);
+        q_tile, frame.q + row * p.q_stride.row, p.q_stride.row,
+        frame.len.q - frame.work.q_begin - row, p.head_dim, thread);
     cp_async_commit();
     load_kv(frame.last, 0, thread);
     if (p.q_sign != 1.0f || Tile::Q_IN_REGISTERS) {
@@ -333,10 +351,10 @@ CUFA2_DEVICE bool attend(const FwdParams& p, const Frame& frame, const Score& sc
       block_sync();
     }
     apply_score<Tile>(s, score);
-    if (masked) apply_mask<Tile>(s, frame.mask, frame.work.q_begin, block * BLOCK_K);
+    if (masked) apply_mask<Tile>(s, frame.mask, frame.work.q_begin + row, block * BLOCK_K);
     softmax.step(s, o, p.scale_log2);
     if (KEPT && masked) {
-      multiply_pv_kept<Tile>(o, s, v_tile + stage, frame.mask, frame.work.q_begin,
+      multiply_pv_kept<Tile>(o, s, v_tile + stage, frame.mask, frame.work.q_begin + row,
                              block * BLOCK_K);
     } else {
       const auto v_reader = FragmentReader<typename Tile::V>::by_row(v_tile + stage, again % 32);
@@ -346,38 +364,35 @@ CUFA2_DEVICE bool attend(const FwdParams& p, const Frame& frame, const Score& sc
   }
   const bool nan = o.has_nan();
   block_sync();  // every warp is done with Q, K and V
-  store_output<Tile>(p, frame.work, frame.len.q, o, softmax, q_tile, thread_index());
+  store_output<Tile>(p, frame.work, frame.len.q, o, softmax, q_tile, thread_index(), row, column);
   return nan;
 }
 
 template <class Tile, class Mask, class Score>
 CUFA2_DEVICE void fwd_sm80(const FwdParams& p) {
-  using TileFrame = Frame<typename Tile::T, Mask>;
+  using TileFrame = Frame<Tile, Mask>;
   extern __shared__ __align__(128) unsigned char shared_memory[];
   __shared__ __align__(16) unsigned char frame_memory[sizeof(TileFrame)];
   auto& frame = *reinterpret_cast<TileFrame*>(frame_memory);
   const Work work = find_work<Tile::BLOCK_Q>(p);
   if (!work.valid) return;
-  if (thread_index() == 0) frame = TileFrame(p, work, Tile());
+  if (thread_index() == 0) frame = TileFrame(p, work);
   block_sync();
   const Score score(p);
   const u32 memory = shared_address(shared_memory);
-  const bool nan = attend<Tile, false>(p, frame, score, memory);
+  const bool nan = attend<Tile, false>(p, frame, score, memory, 0, 0);
   if constexpr (Mask::kPerRow) {
     if (!block_any(nan)) return;
-    // Rare: the tile again, in smaller parts to leave registers for the slower products.
-    using Redo = FwdTile<typename Tile::T, Tile::D, Tile::DV, 16 * Tile::WARPS, 32, Tile::WARPS,
-                         false>;
+    // Rare: the tile again, in parts, so that the longer product has registers. Sums of a row or a
+    // column do not depend on the neighbours, so they come out the same to the bit.
+    using Part = FwdTile<typename Tile::T, Tile::D, 32, 16 * Tile::WARPS, Tile::BLOCK_K,
+                         Tile::WARPS, false>;
 #pragma unroll 1
-    for (int part = 0; part < Tile::M_TILES; ++part) {
-      if (thread_index() == 0) {
-        Work some = frame.work;
-        if (part > 0) some.q_begin += Redo::BLOCK_Q;
-        frame = TileFrame(p, some, Redo());
+    for (int row = 0; row < Tile::BLOCK_Q; row += Part::BLOCK_Q)
+#pragma unroll 1
+      for (int column = 0; column < p.head_dim_v; column += Part::DV) {
+        attend<Part, true>(p, frame, score, memory, row, column);
+        block_sync();
       }
-      block_sync();
-      attend<Redo, true>(p, frame, score, memory);
-      block_sync();
-    }
   }
 }

@@ -139,7 +139,7 @@ def view(name: str, array: Any, at: Place) -> ArrayView:
         _supported(name, tensor.dtype),
         device_of(name, array),
         library,
-        tensor.readonly,
+        tensor.readonly or library == "jax",  # immutable, which its capsules may not say
         tensor.owner,
     )
 
@@ -177,8 +177,12 @@ def empty(shape: Shape, dtype: str, like: ArrayView, at: Place) -> Any:
     """A new array for results, made by the caller's library where it can give memory to write."""
     if like.library == "torch":
         torch = sys.modules["torch"]
-        device = torch.device("cpu") if at.kind == "cpu" else torch.device("cuda", at.index)
-        return torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        kind = getattr(torch, dtype)
+        if at.kind == "cpu":
+            return torch.empty(shape, dtype=kind)
+        # torch's allocator reuses a block in the order of the stream it was taken on.
+        with torch.cuda.stream(torch.cuda.ExternalStream(at.stream.ptr, at.index)):
+            return torch.empty(shape, dtype=kind, device=torch.device("cuda", at.index))
     if at.kind == "cpu":
         return np.empty(shape, _numpy_dtype(dtype))
     return cupy().empty(shape, _numpy_dtype(dtype))

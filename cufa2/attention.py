@@ -15,7 +15,7 @@ import numpy as np
 from . import arrays, device, launch, plan, reference
 from .arrays import ArrayView
 from .launch import KernelRecord, Loaded, Scratch
-from .placement import Place, hold, parse_device, place
+from .placement import Place, hold, parse_device, place, stream_key
 from .problem import Options, Problem, check_array, check_lengths, lse_type, make_problem
 
 
@@ -90,7 +90,7 @@ class FlashAttention2:
         self.head_dim = self.head_dim_v = self.dtype = None
         self._device = None
         self._records: dict[tuple[str, int], KernelRecord] = {}
-        self._scratch: dict[tuple[int, int], Scratch] = {}
+        self._scratch: dict[tuple[int, int, int], Scratch] = {}
 
     @property
     def kernels(self) -> tuple[KernelRecord, ...]:
@@ -267,7 +267,7 @@ class FlashAttention2:
         kernel = self._kernel(problem, at.index)
         views = {n: call[n].canonical(self.options.layout) for n in ("q", "k", "v")}
         views["o"] = o.canonical(self.options.layout)
-        scratch = self._scratch.setdefault((at.index, at.stream.ptr), Scratch())
+        scratch = self._scratch.setdefault((at.index, *stream_key(at.stream)), Scratch())
         launch.forward(kernel, problem, views, lse, [call[n] for n in lens], at, scratch)
         hold([v.owner for v in call.values() if v is not None and v.foreign], at.stream)
 

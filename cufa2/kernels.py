@@ -24,7 +24,8 @@ FWD_PARAMS: tuple[tuple[str, str], ...] = (
         (name, "i")
         for name in ("num_heads", "group", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")
     ),
-    *((name, "i") for name in ("window_left", "window_right", "top_left")),
+    *((name, "i") for name in ("window_left", "window_right")),
+    *((name, "i") for name in ("seqlens_q_stride", "seqlens_k_stride", "top_left")),
     *((name, "f") for name in ("tanh_scale", "scale_log2", "q_sign")),
 )
 FWD_FORMAT = "".join(code for _, code in FWD_PARAMS)
@@ -124,7 +125,6 @@ KERNELS: tuple[Kernel, ...] = (
         dtypes=("float16", "bfloat16"),
         head_dims=(32, 64, 96, 128, 192, 256),
         tiles=(
-            Tile(64, 128, 96, 4, True, 2, max_cc=(9, 0)),
             Tile(64, 128, 64, 4, True, 2),
             Tile(96, 128, 64, 4, False, 2),
             Tile(128, 128, 64, 4, False, 2, max_cc=(9, 0)),

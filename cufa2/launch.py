@@ -158,8 +158,6 @@ def _forward_params(
     exponent = p.softcap if p.softcap else scale if sign else 1.0
     values: dict[str, Any] = {
         "lse": 0 if lse is None else lse.pointer,
-        "seqlens_q": 0 if lens[0] is None else lens[0].pointer,
-        "seqlens_k": 0 if lens[1] is None else lens[1].pointer,
         "heads_total": p.batch * p.num_heads,
         "section": _section(p, l2_bytes, views["k"].itemsize),
         "num_heads": p.num_heads,
@@ -175,6 +173,9 @@ def _forward_params(
         "scale_log2": _float32(exponent * _LOG2_E),
         "q_sign": sign,
     }
+    for name, lengths in zip(("seqlens_q", "seqlens_k"), lens, strict=True):
+        values[name] = 0 if lengths is None else lengths.pointer
+        values[f"{name}_stride"] = 0 if lengths is None else lengths.strides[0]
     for name in ("q", "k", "v", "o"):
         batch, row, head, _ = views[name].strides
         values[name] = views[name].pointer

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from typing import Any
 
 from . import dlpack
 from .device import cupy
+
+_PER_THREAD_DEFAULT = 2  # cudaStreamPerThread
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,12 @@ def hold(owners: Sequence[Any], stream: Any) -> None:
         _held.popleft()
     if owners:
         _held.append((stream.record(), tuple(owners)))
+
+
+def stream_key(stream: Any) -> tuple[int, int]:
+    """What tells streams apart: the address, and the thread for its per-thread default stream."""
+    per_thread = stream.ptr == _PER_THREAD_DEFAULT
+    return stream.ptr, threading.get_ident() if per_thread else 0
 
 
 def parse_device(spec: str | int | None) -> tuple[str, int] | None:

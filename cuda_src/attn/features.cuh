@@ -12,9 +12,9 @@
 // wrong one can never lead outside it.
 struct Lengths {
   int q, k, shift;
-  CUFA2_DEVICE Lengths(const FwdParams& p, int batch) : q(p.seqlen_q), k(p.seqlen_k) {
-    if (p.seqlens_q) q = min(max(p.seqlens_q[batch], 0), q);
-    if (p.seqlens_k) k = min(max(p.seqlens_k[batch], 0), k);
+  CUFA2_DEVICE Lengths(const FwdParams& p, i64 batch) : q(p.seqlen_q), k(p.seqlen_k) {
+    if (p.seqlens_q) q = min(max(p.seqlens_q[batch * p.seqlens_q_stride], 0), q);
+    if (p.seqlens_k) k = min(max(p.seqlens_k[batch * p.seqlens_k_stride], 0), k);
     shift = p.top_left ? 0 : k - q;
   }
 };

@@ -21,6 +21,7 @@ struct FwdParams {
   int seqlen_q, seqlen_k;
   int head_dim, head_dim_v; // real D and Dv, multiples of 8
   int window_left, window_right;  // read only by masks that have them
+  int seqlens_q_stride, seqlens_k_stride;  // elements
   int top_left;             // 1: query i sits at key i, 0: at key i + Sk - Sq
   float tanh_scale;         // softcap: 2 log2(e) |softmax_scale| / softcap
   float scale_log2;         // factor from a score to its base-2 exponent
