@@ -84,7 +84,8 @@ def test_case_13_late_producer_on_a_side_stream(cp: Any) -> None:
     def order(stream: Any) -> None:
         """What a DLPack producer does: the consumer's stream waits for mine."""
         pointer = 0 if stream == 1 else stream
-        cp.cuda.runtime.streamWaitEvent(pointer, side.record().ptr)
+        event = side.record()  # must outlive the call below, which takes its address alone
+        cp.cuda.runtime.streamWaitEvent(pointer, event.ptr)
 
     for stream in (cp.cuda.Stream.null, cp.cuda.Stream(non_blocking=True), cp.cuda.Stream.ptds):
         for kind in (Producer, OldProducer):
