@@ -1,0 +1,121 @@
+"""What a launch tells the kernel, checked without a GPU: parameters and the order of tiles."""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cufa2 import launch
+from cufa2.arrays import ArrayView
+from cufa2.kernels import FWD_FORMAT, FWD_PARAMS
+from cufa2.problem import Problem
+
+PROBLEM = Problem(
+    direction="forward",
+    dtype="float16",
+    batch=2,
+    seqlen_q=100,
+    seqlen_k=120,
+    num_heads=6,
+    num_heads_kv=2,
+    head_dim=64,
+    head_dim_v=32,
+    softmax_scale=0.125,
+)
+L2 = 50 << 20
+
+
+def view(pointer: int, *shape: int) -> ArrayView:
+    """A contiguous fp16 view at an address that nobody reads."""
+    strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    return ArrayView(pointer, shape, strides, "float16", ("cuda", 0), "cupy", False, None)
+
+
+VIEWS = {
+    "q": view(16, 2, 100, 6, 64),
+    "k": view(32, 2, 120, 2, 64),
+    "v": view(48, 2, 120, 2, 32),
+    "o": view(64, 2, 100, 6, 32),
+}
+
+
+def params(problem: Problem, lse: Any = None, lens: Any = (None, None)) -> dict[str, Any]:
+    return launch._forward_params(problem, VIEWS, lse, lens, L2)
+
+
+def test_every_field_is_filled_and_packs() -> None:
+    lens = (view(80, 2), replace(view(96, 2), strides=(3,)))
+    values = params(PROBLEM, replace(view(112, 2, 6, 100), dtype="float32"), lens)
+    assert values.keys() == {name for name, _ in FWD_PARAMS}
+    packed = struct.pack(FWD_FORMAT, *(values[name] for name, _ in FWD_PARAMS))
+    unpacked = dict(
+        zip((n for n, _ in FWD_PARAMS), struct.unpack(FWD_FORMAT, packed), strict=True)
+    )
+    assert (unpacked["q"], unpacked["lse"], unpacked["seqlens_k"]) == (16, 112, 96)
+    assert (unpacked["seqlens_q_stride"], unpacked["seqlens_k_stride"]) == (1, 3)
+    assert [unpacked[f"k_stride.{a}"] for a in ("batch", "row", "head")] == [120 * 128, 128, 64]
+    assert [unpacked[f"lse_stride.{a}"] for a in ("batch", "row", "head")] == [600, 1, 100]
+    assert (unpacked["head_dim"], unpacked["head_dim_v"], unpacked["group"]) == (64, 32, 3)
+
+
+@pytest.mark.parametrize(
+    ("scale", "sign", "exponent"),
+    [(0.5, 1, 0.5), (-0.5, -1, 0.5), (0.0, 0, 1.0), (-0.0, 0, 1.0), (1e-45, 0, 1.0)],
+)
+def test_the_exponent_stays_positive(scale: float, sign: float, exponent: float) -> None:
+    """The sign of the scale, and a scale of zero, go into Q."""
+    values = params(replace(PROBLEM, softmax_scale=scale))
+    assert values["q_sign"] == sign
+    assert values["scale_log2"] == pytest.approx(exponent / math.log(2))
+
+
+def test_softcap_scales() -> None:
+    """s -> cap tanh(scale s / cap): the kernel takes tanh from e^2x and multiplies by the cap."""
+    values = params(replace(PROBLEM, softmax_scale=-0.25, softcap=5.0))
+    assert values["tanh_scale"] == pytest.approx(2 * 0.25 / 5.0 / math.log(2))
+    assert values["scale_log2"] == pytest.approx(5.0 / math.log(2))
+    assert values["q_sign"] == -1
+
+
+def test_huge_scales_stay_finite() -> None:
+    values = params(replace(PROBLEM, softmax_scale=1e300))
+    assert struct.unpack("f", struct.pack("f", values["scale_log2"]))[0] < math.inf
+    values = params(replace(PROBLEM, softmax_scale=1e30, softcap=1e-30))
+    assert struct.unpack("f", struct.pack("f", values["tanh_scale"]))[0] < math.inf
+
+
+@given(
+    st.integers(1, 70),
+    st.integers(1, 40),
+    st.integers(1, 8),
+    st.integers(0, 200_000),
+    st.integers(1, 256),
+)
+def test_sections_are_whole_groups_of_about_equal_size(
+    batch: int, heads_kv: int, group: int, seqlen_k: int, dim: int
+) -> None:
+    problem = replace(
+        PROBLEM,
+        batch=batch,
+        num_heads=heads_kv * group,
+        num_heads_kv=heads_kv,
+        seqlen_k=seqlen_k,
+        head_dim=dim,
+        head_dim_v=dim,
+    )
+    section = launch._section(problem, L2, 2)
+    total = batch * heads_kv * group
+    assert section % group == 0
+    assert 0 < section <= total
+    used = section // group * seqlen_k * dim * 4
+    assert section == group or used <= 0.95 * L2
+    sections = -(-total // section)
+    if sections > 1:
+        last = total - (sections - 1) * section
+        assert last >= section - sections * group, "the last section lacks at most a group each"
