@@ -36,8 +36,8 @@ SHORT_TYPES = {"float16": "fp16", "bfloat16": "bf16"}
 MASKS = {"full": "FullMask", "causal": "CausalMask", "left": "LeftMask", "local": "LocalMask"}
 SCORES = {"plain": "PlainScore", "softcap": "SoftcapScore"}
 
-# Sequence positions, and sums of two of them, are 32-bit integers in the kernels.
-MAX_SEQLEN = 2**30
+# Sequence positions, and sums of three of them (row + shift + window), are 32-bit in the kernels.
+MAX_SEQLEN = 2**29
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ is set once per kernel and device; work memory is kept per stream and grown when
 
 from __future__ import annotations
 
+import logging
 import math
 import struct
 import threading
@@ -22,6 +23,7 @@ from .placement import Place
 from .problem import Problem
 
 _LOG2_E = math.log2(math.e)
+_log = logging.getLogger("cufa2")  # says what is being compiled, at level INFO
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,8 @@ def load(variant: Variant, index: int) -> Loaded:
 
 def _load(variant: Variant, index: int) -> Loaded:
     cupy = device.cupy()
-    cubin = compiler.build(variant, device.info(index).arch, driver=device.driver_cuda())
+    arch, driver = device.info(index).arch, device.driver_cuda()
+    cubin = compiler.build(variant, arch, driver=driver, progress=_log.info)
     with cupy.cuda.Device(index):
         function = cupy.RawModule(path=str(cubin.path)).get_function(variant.name)
         function.max_dynamic_shared_size_bytes = variant.smem_bytes
