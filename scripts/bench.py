@@ -1,7 +1,7 @@
 """Forward speed of cufa2 beside PyTorch's FlashAttention-2, cuDNN and FlashAttention-3.
 
 All contestants run in one process on the same inputs. Each case is checked first (rows of two
-heads against float64), then timed round robin, so that the drift of a power-capped card hits all
+heads against float64), then timed in rounds of random order, so that a power cap hits all
 alike. Inputs are random and rotate through more memory than the L2 cache holds. With --host it
 measures instead what surrounds a kernel: host time, first calls, cached loads, peak memory.
 """
@@ -34,7 +34,7 @@ from cufa2.testing import (
     time_gpu,
 )
 
-ROUNDS, CALLS, WARM = 3, 8, 2  # 24 timed calls a contestant; their median is reported
+ROUNDS, CALLS, WARM = 6, 4, 2  # 24 timed calls a contestant; their median is reported
 BEHIND = 60 << 20  # bytes that other inputs touch before a set comes round again: past an L2
 AHEAD = 3  # memsets of the filler queued first: about 1 ms in which the host runs ahead
 CHECKED_ROWS = 16  # rows at the start, in the middle and at the end of each checked head
@@ -126,8 +126,10 @@ class Bench:
                 reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
                 print(f"note: {who.name} sits out {case.name}: {reason}", flush=True)
         times: dict[str, list[float]] = {who.name: [] for who, _ in racing}
-        for turn in range(ROUNDS):
-            for who, calls in racing[turn % len(racing) :] + racing[: turn % len(racing)]:
+        for _ in range(ROUNDS):
+            # A new order each round: who follows the hungriest kernel gets the lowest clocks.
+            for n in self.random.permutation(len(racing)):
+                who, calls = racing[n]
                 with who.context():
                     times[who.name] += self.batch(calls, WARM + CALLS)[WARM:]
         for name, us in times.items():
