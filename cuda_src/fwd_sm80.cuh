@@ -6,7 +6,8 @@
 // from the last to the first. Each warp owns 16 * M_TILES rows: S = Q K^T stays in its registers,
 // becomes P there (online softmax) and is the A operand of O += P V, so no score ever touches
 // memory. K and V are double-buffered by cp.async: the loads of a block are issued when the block
-// before it starts, and one barrier per block both publishes the data and frees the other buffer.
+// before it starts, and one barrier per block both publishes the data and frees the other buffer
+// (a second one waits for the first V of a block that has the multiprocessor to itself).
 //
 // NaN never leaks from a masked key: padded rows are filled with zeros on the way in, masked
 // scores are selected away, and should a NaN still reach O through 0 * NaN (a non-finite V row
@@ -182,11 +183,12 @@ template <class Tile, class Score>
 CUFA2_DEVICE void apply_score(typename Tile::Scores& s, const Score& score) {
   if constexpr (!Score::kIdentity) {
 #pragma unroll
-    for (int m = 0; m < Tile::M_TILES; ++m)
+    for (int n = 0; n < Tile::Scores::N_TILES; ++n) {
 #pragma unroll
-      for (int n = 0; n < Tile::Scores::N_TILES; ++n)
+      for (int m = 0; m < Tile::M_TILES; ++m)
 #pragma unroll
         for (int e = 0; e < 4; ++e) s.at[m][n][e] = score.score(s.at[m][n][e]);
+    }
   }
 }
 
@@ -283,9 +285,9 @@ template <class Tile, class Mask> struct Frame {
 // Computes and stores BLOCK_Q rows from `row` and DV columns from `column` of the frame's tile;
 // returns whether this thread met a NaN in O. KEPT: masked blocks take the product that lets no
 // NaN reach a row that does not keep its key.
-template <class Tile, bool KEPT, class Score, class Frame>
-CUFA2_DEVICE bool attend(const FwdParams& p, const Frame& frame, const Score& score, u32 q_tile,
-                         int row, int column) {
+template <class Tile, bool KEPT, class Score, class TileFrame>
+CUFA2_DEVICE bool attend(const FwdParams& p, const TileFrame& frame, const Score& score,
+                         u32 q_tile, int row, int column) {
   constexpr int BLOCK_K = Tile::BLOCK_K, M_TILES = Tile::M_TILES;
   const int thread = thread_index(), lane = thread % 32;
   const u32 k_tile = q_tile + Tile::kQBytes, v_tile = k_tile + Tile::K::kBytes;

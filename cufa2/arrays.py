@@ -44,11 +44,6 @@ class ArrayView:
         return dlpack.ITEMSIZE[self.dtype]
 
     @property
-    def foreign(self) -> bool:
-        """Whether the library that owns the memory knows nothing of the work's stream."""
-        return self.library not in ("numpy", "cupy", "torch")
-
-    @property
     def size(self) -> int:
         n = 1
         for extent in self.shape:
@@ -113,6 +108,8 @@ def view(name: str, array: Any, at: Place) -> ArrayView:
         return _view_numpy(name, array)
     if library == "cupy":
         strides = tuple(s // array.itemsize for s in array.strides)
+        if any(s % array.itemsize for s in array.strides):
+            raise ValueError(f"{name} has strides {array.strides}: not whole elements")
         dtype = _supported(name, array.dtype.name)
         device = ("cuda", int(array.device.id))
         return ArrayView(
@@ -124,12 +121,15 @@ def view(name: str, array: Any, at: Place) -> ArrayView:
                 f"{name} requires grad, and torch's autograd would not see this call; "
                 f"pass {name}.detach() or call under torch.no_grad()"
             )
+        if array.is_neg():
+            raise ValueError(f"{name} is a negated view in torch; pass {name}.resolve_neg()")
         device = device_of(name, array)
         dtype = _supported(name, str(array.dtype).removeprefix("torch."))
         shape, strides = tuple(array.shape), tuple(array.stride())
         return ArrayView(array.data_ptr(), shape, strides, dtype, device, library, False, array)
     if not hasattr(array, "__dlpack__"):
-        return view(name, cupy().asarray(array), at)  # __cuda_array_interface__, as Numba's
+        # __cuda_array_interface__, as Numba's
+        return replace(view(name, cupy().asarray(array), at), library="dlpack")
     pointer_stream = None if at.kind == "cpu" else (at.stream.ptr or 1)
     tensor = dlpack.read(array, pointer_stream)
     return ArrayView(
@@ -160,7 +160,9 @@ def check_writable(name: str, out: ArrayView, inputs: Mapping[str, ArrayView | N
             continue
         other_low, other_high = view_.byte_range()
         if low < other_high and other_low < high and _share(out, view_):
-            raise ValueError(f"{name} overlaps {other} in memory; inputs are never written")
+            raise ValueError(
+                f"{name} overlaps {other} in memory; inputs are never written, results kept apart"
+            )
 
 
 def _share(a: ArrayView, b: ArrayView) -> bool:
@@ -179,7 +181,7 @@ def empty(shape: Shape, dtype: str, like: ArrayView, at: Place) -> Any:
         torch = sys.modules["torch"]
         kind = getattr(torch, dtype)
         if at.kind == "cpu":
-            return torch.empty(shape, dtype=kind)
+            return torch.empty(shape, dtype=kind, device="cpu")  # whatever torch's default is
         # torch's allocator reuses a block in the order of the stream it was taken on.
         with torch.cuda.stream(torch.cuda.ExternalStream(at.stream.ptr, at.index)):
             return torch.empty(shape, dtype=kind, device=torch.device("cuda", at.index))

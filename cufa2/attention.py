@@ -16,7 +16,15 @@ from . import arrays, device, launch, plan, reference
 from .arrays import ArrayView
 from .launch import KernelRecord, Loaded, Scratch
 from .placement import Place, hold, parse_device, place, stream_key
-from .problem import Options, Problem, check_array, check_lengths, lse_type, make_problem
+from .problem import (
+    Options,
+    Problem,
+    check_array,
+    check_lengths,
+    dtype_name,
+    lse_type,
+    make_problem,
+)
 
 
 class FlashAttention2:
@@ -66,10 +74,10 @@ class FlashAttention2:
             deterministic=deterministic,
         )
         self._setup(options)
-        name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+        name = dtype_name(dtype)
         dims = (head_dim, head_dim if head_dim_v is None else head_dim_v)
         for given, d in zip(("head_dim", "head_dim_v"), dims, strict=True):
-            if not isinstance(d, (int, np.integer)):
+            if not isinstance(d, (int, np.integer)) or isinstance(d, bool):
                 raise TypeError(f"{given}={d!r} is not an integer")
         self.dtype, (self.head_dim, self.head_dim_v) = name, dims
         self._device = parse_device(device)
@@ -190,10 +198,8 @@ class FlashAttention2:
 
     def _read(self, at: Place, **named: Any) -> dict[str, Any]:
         """Views of all arrays given, in the caller's shapes; None stays None."""
-        if self._device is not None and self._device[0] != at.kind:
-            raise ValueError(
-                f"this launcher is for {self._device[0]}; the arrays are on {at.kind}"
-            )
+        if self._device not in (None, (at.kind, at.index)):
+            raise ValueError(f"this launcher is for {self._device}, not {(at.kind, at.index)}")
         views = {n: None if a is None else arrays.view(n, a, at) for n, a in named.items()}
         q = views["q"]
         assert q is not None, "place() has refused None"
@@ -269,7 +275,8 @@ class FlashAttention2:
         views["o"] = o.canonical(self.options.layout)
         scratch = self._scratch.setdefault((at.index, *stream_key(at.stream)), Scratch())
         launch.forward(kernel, problem, views, lse, [call[n] for n in lens], at, scratch)
-        hold([v.owner for v in call.values() if v is not None and v.foreign], at.stream)
+        apart = [v.owner for v in call.values() if v is not None and v.library in at.apart]
+        hold(apart, at.stream)
 
     def _kernel(self, problem: Problem, index: int) -> Loaded:
         loaded = launch.load(plan.choose(problem, device.info(index)).variant, index)

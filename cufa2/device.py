@@ -27,7 +27,6 @@ class DeviceInfo:
     name: str
     cc: tuple[int, int]
     smem_per_block: int  # bytes, with opt-in
-    smem_per_sm: int  # bytes
     sm_count: int
     l2_bytes: int
 
@@ -45,9 +44,9 @@ def arch_of(cc: tuple[int, int]) -> str:
 
 # What an ahead-of-time build for an architecture may assume (CUDA programming guide, table of
 # technical specifications per compute capability).
-_SMEM_KB = {"sm_80": (163, 164), "sm_86": (99, 100), "sm_87": (163, 164), "sm_89": (99, 100)}
-_SMEM_KB |= {f"sm_{n}a": (227, 228) for n in (90, 100, 101, 103, 110)}
-_SMEM_KB |= {f"sm_{n}a": (99, 100) for n in (120, 121)}
+_SMEM_KB = {"sm_80": 163, "sm_86": 99, "sm_87": 163, "sm_89": 99}
+_SMEM_KB |= {f"sm_{n}a": 227 for n in (90, 100, 101, 103, 110)}
+_SMEM_KB |= {f"sm_{n}a": 99 for n in (120, 121)}
 ARCHS = tuple(_SMEM_KB)
 
 
@@ -55,9 +54,9 @@ def info_for_arch(arch: str) -> DeviceInfo:
     """A DeviceInfo that stands for every card of an architecture such as sm_90a."""
     if arch not in _SMEM_KB:
         raise ValueError(f"arch {arch!r} is not one of {', '.join(ARCHS)}")
-    block, sm = (1024 * n for n in _SMEM_KB[arch])
+    block = 1024 * _SMEM_KB[arch]
     digits = arch.removeprefix("sm_").rstrip("a")
-    return DeviceInfo(arch, (int(digits[:-1]), int(digits[-1])), block, sm, 1, 32 << 20)
+    return DeviceInfo(arch, (int(digits[:-1]), int(digits[-1])), block, 1, 32 << 20)
 
 
 @functools.cache
@@ -117,7 +116,6 @@ def info(index: int) -> DeviceInfo:
         name=props["name"].decode(),
         cc=(props["major"], props["minor"]),
         smem_per_block=props["sharedMemPerBlockOptin"],
-        smem_per_sm=props["sharedMemPerMultiprocessor"],
         sm_count=props["multiProcessorCount"],
         l2_bytes=props["l2CacheSize"],
     )

@@ -73,7 +73,7 @@ def write(path: Path, arrays: Mapping[str, Array]) -> None:
         if path.suffix == ".npy":
             np.save(path, next(iter(arrays.values())))
         elif path.suffix == ".npz":
-            np.savez(path, allow_pickle=False, **arrays)
+            np.savez(path, **dict(arrays))  # type: ignore[arg-type]  # any names, says NumPy
         else:
             packed = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
             _safetensors().save_file(packed, path)

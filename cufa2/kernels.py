@@ -50,7 +50,9 @@ class Tile:
     warps: int
     q_in_registers: bool
     min_blocks: int  # blocks per multiprocessor that the register budget must leave room for
-    max_cc: tuple[int, int] | None = None  # newest architecture whose compiler fits it unspilled
+    # Only where registers suffice without spills: newest compute capability, score policies.
+    max_cc: tuple[int, int] | None = None
+    scores: tuple[str, ...] = ("plain", "softcap")
 
     def smem_bytes(self, head_dim: int, head_dim_v: int) -> int:
         """Dynamic shared memory: Q (O leaves through it) and two stages of K and V."""
@@ -126,8 +128,8 @@ KERNELS: tuple[Kernel, ...] = (
         head_dims=(32, 64, 96, 128, 192, 256),
         tiles=(
             Tile(64, 128, 64, 4, True, 2),
-            Tile(96, 128, 64, 4, False, 2),
-            Tile(128, 128, 64, 4, False, 2, max_cc=(9, 0)),
+            Tile(96, 128, 64, 4, False, 2, scores=("plain",)),
+            Tile(128, 128, 64, 4, False, 2, max_cc=(9, 0), scores=("plain",)),
             Tile(128, 128, 48, 4, False, 2),
             Tile(256, 128, 64, 8, False, 1),
             Tile(256, 128, 32, 8, False, 1),

@@ -172,7 +172,7 @@ def _forward_params(
         "window_left": p.window_left or 0,
         "window_right": p.window_right or 0,
         "top_left": int(p.align == "top_left"),
-        "tanh_scale": _float32(2.0 * _LOG2_E * scale / p.softcap) if p.softcap else 0.0,
+        "tanh_scale": _float32(scale / p.softcap) if p.softcap else 0.0,
         "scale_log2": _float32(exponent * _LOG2_E),
         "q_sign": sign,
     }

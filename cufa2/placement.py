@@ -13,10 +13,12 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from . import dlpack
 from .device import cupy
 
-_PER_THREAD_DEFAULT = 2  # cudaStreamPerThread
+_LEGACY_DEFAULT, _PER_THREAD_DEFAULT = 1, 2  # cudaStreamLegacy, cudaStreamPerThread
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Place:
     kind: str
     index: int = 0
     stream: Any = None
+    apart: frozenset[str] = frozenset()  # libraries that reuse memory in another stream's order
 
     def current(self) -> AbstractContextManager[Any]:
         """Context in which the GPU and its stream are CuPy's current ones; nothing on the CPU."""
@@ -56,28 +59,34 @@ def place(arrays: Mapping[str, Any], stream: Any = None) -> Place:
         if stream is not None:
             raise ValueError("stream= is for GPU arrays; the arrays are on the CPU")
         return CPU
-    return Place(kind, index, _stream(stream, arrays[name], index))
+    libraries = {library_of(a) for a in arrays.values() if a is not None}
+    with cupy().cuda.Device(index):
+        work = _stream(stream, arrays[name], index)
+        apart = frozenset(lib for lib in libraries if not _in_order(lib, work, index))
+    return Place(kind, index, work, apart)
 
 
 _held: collections.deque[tuple[Any, tuple[Any, ...]]] = collections.deque()
+_held_lock = threading.Lock()
 
 
 def hold(owners: Sequence[Any], stream: Any) -> None:
-    """Keep foreign arrays alive until the work queued on `stream` has used them.
+    """Keep arrays of `Place.apart` libraries until the work queued on `stream` has used them.
 
-    CuPy and torch reuse memory in the order of the very stream that the work is on; other
-    libraries know nothing of it. What has finished is let go at the next call.
+    What has finished is let go at the next call.
     """
-    while _held and _held[0][0].done:
-        _held.popleft()
-    if owners:
-        _held.append((stream.record(), tuple(owners)))
+    with _held_lock:
+        while _held and _held[0][0].done:
+            _held.popleft()
+        if owners:
+            _held.append((stream.record(), tuple(owners)))
 
 
 def stream_key(stream: Any) -> tuple[int, int]:
     """What tells streams apart: the address, and the thread for its per-thread default stream."""
     per_thread = stream.ptr == _PER_THREAD_DEFAULT
-    return stream.ptr, threading.get_ident() if per_thread else 0
+    address = 0 if stream.ptr == _LEGACY_DEFAULT else stream.ptr
+    return address, threading.get_ident() if per_thread else 0
 
 
 def parse_device(spec: str | int | None) -> tuple[str, int] | None:
@@ -86,8 +95,8 @@ def parse_device(spec: str | int | None) -> tuple[str, int] | None:
         return None
     if spec == "cpu":
         return "cpu", 0
-    if isinstance(spec, int) and spec >= 0:
-        return "cuda", spec
+    if isinstance(spec, (int, np.integer)) and spec >= 0:
+        return "cuda", int(spec)
     if spec == "cuda":
         return "cuda", int(cupy().cuda.Device().id)
     kind, _, index = str(spec).partition(":")
@@ -139,6 +148,23 @@ class _Pointer:
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, self.address
+
+
+def _in_order(library: str, work: Any, index: int) -> bool:
+    """Whether the library's own current stream is the work's; if not, the work waits for it here.
+
+    Other libraries are ordered through DLPack's stream argument when their arrays are read.
+    """
+    if library == "cupy":
+        own = cupy().cuda.get_current_stream()
+    elif library == "torch":
+        own = _stream(sys.modules["torch"].cuda.current_stream(index), None, index)
+    else:
+        return False
+    if stream_key(own) == stream_key(work):
+        return True
+    work.wait_event(own.record())
+    return False
 
 
 def _stream(stream: Any, first: Any, index: int) -> Any:

@@ -6,6 +6,7 @@ Pure and deterministic: no GPU call, no environment; results are cached.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -63,7 +64,7 @@ def refusal(row: Kernel, problem: Problem, info: DeviceInfo) -> str | None:
         if applies(problem):
             return f"excludes {rule}"
     d, dv = (row.compiled_dim(n) for n in (problem.head_dim, problem.head_dim_v))
-    if _tile(row, d, dv, info) is None:
+    if _tile(row, d, dv, _score(problem), info) is None:
         return f"no tile for D={d}, Dv={dv} fits {info.smem_per_block} bytes of shared memory"
     return None
 
@@ -73,14 +74,11 @@ def variants(arch_info: DeviceInfo) -> Iterator[Variant]:
     for row in KERNELS:
         if arch_info.cc < row.min_cc:
             continue
-        for dim in row.head_dims:
-            tile = _tile(row, dim, dim, arch_info)
-            if tile is None:
-                continue
-            for dtype in row.dtypes:
-                for mask in MASKS:
-                    for score in SCORES:
-                        yield Variant(row, tile, dtype, dim, dim, mask, score)
+        for dim, score in itertools.product(row.head_dims, SCORES):
+            tile = _tile(row, dim, dim, score, arch_info)
+            if tile is not None:
+                for dtype, mask in itertools.product(row.dtypes, MASKS):
+                    yield Variant(row, tile, dtype, dim, dim, mask, score)
 
 
 def mask_of(window_left: int | None, window_right: int | None) -> str:
@@ -92,15 +90,18 @@ def mask_of(window_left: int | None, window_right: int | None) -> str:
 
 def _variant(row: Kernel, problem: Problem, info: DeviceInfo) -> Variant:
     d, dv = (row.compiled_dim(n) for n in (problem.head_dim, problem.head_dim_v))
-    tile = _tile(row, d, dv, info)
+    score = _score(problem)
+    tile = _tile(row, d, dv, score, info)
     assert tile is not None, "refusal() has checked that a tile fits"
     mask = mask_of(problem.window_left, problem.window_right)
-    return Variant(
-        row, tile, problem.dtype, d, dv, mask, "softcap" if problem.softcap else "plain"
-    )
+    return Variant(row, tile, problem.dtype, d, dv, mask, score)
 
 
-def _tile(row: Kernel, d: int, dv: int, info: DeviceInfo) -> Tile | None:
+def _score(problem: Problem) -> str:
+    return "softcap" if problem.softcap else "plain"
+
+
+def _tile(row: Kernel, d: int, dv: int, score: str, info: DeviceInfo) -> Tile | None:
     room = info.smem_per_block - SMEM_RESERVE
     fitting = (
         t
@@ -108,5 +109,6 @@ def _tile(row: Kernel, d: int, dv: int, info: DeviceInfo) -> Tile | None:
         if max(d, dv) <= t.max_head_dim
         and t.smem_bytes(d, dv) <= room
         and (t.max_cc is None or info.cc <= t.max_cc)
+        and score in t.scores
     )
     return next(fitting, None)

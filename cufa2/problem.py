@@ -15,6 +15,8 @@ from typing import Any, Literal, Protocol
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 LAYOUTS = ("bshd", "bhsd")
 
+_LARGEST = 1e30  # of softmax_scale and softcap: products with float32 scores stay meaningful
+
 Align = Literal["bottom_right", "top_left"]
 Direction = Literal["forward", "backward"]
 Shape = tuple[int, ...]
@@ -66,12 +68,16 @@ class Options:
         align, right = _causal(causal)
         left, window_right = _window(window)
         bounds = [r for r in (right, window_right) if r is not None]
-        if layout not in LAYOUTS:
+        if not isinstance(layout, str) or layout not in LAYOUTS:
             raise ValueError(f"layout={layout!r} is not one of {LAYOUTS}")
         scale = None if softmax_scale is None else _number("softmax_scale", softmax_scale)
         cap = _number("softcap", softcap)
-        if cap < 0:
-            raise ValueError(f"softcap={cap} is negative; 0 turns it off")
+        if cap and not 1 / _LARGEST <= cap <= _LARGEST:
+            raise ValueError(
+                f"softcap={cap} is not within {1 / _LARGEST:g}..{_LARGEST:g}; 0 turns it off"
+            )
+        if scale is not None and abs(scale) > _LARGEST:
+            raise ValueError(f"softmax_scale={scale} is beyond {_LARGEST:g} in magnitude")
         return Options(
             align=align,
             window_left=left,
@@ -182,6 +188,14 @@ def check_lengths(name: str, lengths: Any, longest: int) -> None:
     for i, n in enumerate(lengths):
         if not 0 <= n <= longest:
             raise ValueError(f"{name}[{i}]={n} is outside 0..{longest}")
+
+
+def dtype_name(dtype: Any) -> str:
+    """'float16' for any spelling: a name, a NumPy, ml_dtypes or JAX type, a torch dtype."""
+    if isinstance(dtype, str):
+        return dtype
+    name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
+    return str(name).removeprefix("torch.")
 
 
 def lse_type(problem: Problem, rank: int) -> tuple[Shape, str]:

@@ -270,7 +270,7 @@ def refusals(folder: Path) -> dict[str, tuple[list[str], str]]:
         "mixed dtypes": (["double.npy", "k.npy", "v.npy"], "q, k and v must have one dtype"),
         "integers": (["whole.npy", "k.npy", "v.npy"], "int64"),
         "complex": (["complex.npy", *qkv[1:], "--dtype", "float32"], "q holds complex64"),
-        "softcap": ([*qkv, "--softcap", "-1"], "softcap=-1.0 is negative"),
+        "softcap": ([*qkv, "--softcap", "-1"], "softcap=-1.0 is not within 1e-30"),
         "window": ([*qkv, "--window", "-2", "0"], "window=[-2, 0]"),
         "scale": ([*qkv, "--softmax-scale", "nan"], "softmax_scale=nan is not finite"),
         "lengths": ([*qkv, "--seqlens-k", "lengths.npy"], "does not hold integers"),

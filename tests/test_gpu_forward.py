@@ -609,6 +609,13 @@ def test_case_35_softcap_comes_before_the_mask(cp: Any, dtype: str) -> None:
     assert_same(off[0], none[0], "softcap 0 is off")
 
 
+@pytest.mark.parametrize("softcap", [0.01, 50.0, 1e4, 1e30])
+def test_large_and_small_softcaps(cp: Any, softcap: float) -> None:
+    """A cap far above the scores changes nothing, and does not magnify the error of tanh."""
+    q, k, v = inputs(2, 200, 300, 4, 2, 64, 64, "bfloat16")
+    run_checked(q, k, v, f"softcap={softcap}", softcap=softcap, causal=True)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_case_38_one_to_three_tokens(cp: Any, dtype: str) -> None:
     for sq, sk, causal in itertools.product((1, 2, 3), (1, 2, 3, 17), (False, True)):

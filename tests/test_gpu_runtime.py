@@ -129,6 +129,24 @@ def test_stream_argument(cp: Any) -> None:
         assert_same(flash_attention(q, k, v, stream=spelled), o, f"stream={spelled!r}")
 
 
+def test_work_on_another_stream_follows_the_current_one(cp: Any) -> None:
+    """q is still being written on CuPy's current stream, and dropped right after the call."""
+    q, k, v, o = prepared()
+    work, side = (cp.cuda.Stream(non_blocking=True) for _ in range(2))
+    with side:
+        late_q = oracle.copy(q)
+        fill_nan(late_q)
+        late_copy(cp, late_q, q, 50)
+        with work:
+            oracle.spin(0)
+        result = flash_attention(late_q, k, v, stream=work)
+        del late_q
+        other = oracle.copy(q)  # would take the freed memory
+        fill_nan(other)
+    work.synchronize()
+    assert_same(result, o, "the work overtook what was queued before it, or its input was reused")
+
+
 def test_torch_stream_argument(cp: Any, torch: Any) -> None:
     q, k, v, o = prepared()
     side = torch.cuda.Stream()

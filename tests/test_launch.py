@@ -76,9 +76,9 @@ def test_the_exponent_stays_positive(scale: float, sign: float, exponent: float)
 
 
 def test_softcap_scales() -> None:
-    """s -> cap tanh(scale s / cap): the kernel takes tanh from e^2x and multiplies by the cap."""
+    """s -> cap tanh(scale s / cap): tanh in the kernel, the cap in the exponent's factor."""
     values = params(replace(PROBLEM, softmax_scale=-0.25, softcap=5.0))
-    assert values["tanh_scale"] == pytest.approx(2 * 0.25 / 5.0 / math.log(2))
+    assert values["tanh_scale"] == pytest.approx(0.25 / 5.0)
     assert values["scale_log2"] == pytest.approx(5.0 / math.log(2))
     assert values["q_sign"] == -1
 

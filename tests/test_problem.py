@@ -125,8 +125,12 @@ def test_numbers_must_be_numbers(name: str, value: Any) -> None:
 def test_softcap_must_not_be_none_or_negative() -> None:
     with pytest.raises(TypeError, match=r"^softcap=None is not a number$"):
         Options.make(softcap=None)
-    with pytest.raises(ValueError, match=r"^softcap=-2.5 is negative; 0 turns it off$"):
-        Options.make(softcap=-2.5)
+    rule = r"is not within 1e-30..1e\+30; 0 turns it off$"
+    for cap in (-2.5, 1e-31, 1e31):
+        with pytest.raises(ValueError, match=f"^softcap={re.escape(str(cap))} {rule}"):
+            Options.make(softcap=cap)
+    with pytest.raises(ValueError, match=r"^softmax_scale=-1e\+31 is beyond 1e\+30 in magnitude$"):
+        Options.make(softmax_scale=-1e31)
 
 
 @pytest.mark.parametrize(

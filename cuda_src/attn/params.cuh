@@ -23,7 +23,7 @@ struct FwdParams {
   int window_left, window_right;  // read only by masks that have them
   int seqlens_q_stride, seqlens_k_stride;  // elements
   int top_left;             // 1: query i sits at key i, 0: at key i + Sk - Sq
-  float tanh_scale;         // softcap: 2 log2(e) |softmax_scale| / softcap
+  float tanh_scale;         // softcap: |softmax_scale| / softcap
   float scale_log2;         // factor from a score to its base-2 exponent
   float q_sign;             // 1; -1 for a negative scale, 0 for scale zero: applied to Q
 };
