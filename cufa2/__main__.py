@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import functools
 import platform
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -181,7 +182,8 @@ def compile_(args: argparse.Namespace) -> None:
         finally:
             pool.shutdown(cancel_futures=True)
     print(f"{len(jobs)} kernels in {args.output}, {time.perf_counter() - start:.1f} s")
-    print(f"to use them, also without NVRTC: CUFA2_CACHE_DIR={args.output}")
+    folder = shlex.quote(str(args.output.resolve()))
+    print(f"to use them, also without NVRTC: CUFA2_CACHE_DIR={folder}")
 
 
 def bench(args: argparse.Namespace) -> None:

@@ -1,8 +1,9 @@
 """Arrays of any library in and out: NumPy, CuPy, PyTorch, JAX, and whatever speaks DLPack.
 
 An `ArrayView` is what the rest of the library sees: an address, a shape, strides and a device.
-Reading one never copies and never casts. This is the only room that may copy, and it does so in
-`aligned` alone, when a kernel cannot read a tensor as it lies (counted by `copy_count`).
+Reading one never casts, and copies only a NumPy record field whose strides are no whole elements.
+This is the only room that may copy: `copy_in` and `copy_out`, counted by `copy_count`, serve a
+kernel that cannot use a tensor as it lies.
 
 No framework is imported here: one that is not in sys.modules cannot have made the caller's array.
 Streams: a producer is handed the work's stream through DLPack and orders itself before it.

@@ -15,7 +15,7 @@ import numpy as np
 from . import arrays, device, launch, plan, reference
 from .arrays import ArrayView
 from .launch import KernelRecord, Loaded, Scratch
-from .placement import Place, hold, parse_device, place, stream_key
+from .placement import Place, hold, parse_device, place, spell, stream_key
 from .problem import (
     Options,
     Problem,
@@ -198,8 +198,9 @@ class FlashAttention2:
 
     def _read(self, at: Place, **named: Any) -> dict[str, Any]:
         """Views of all arrays given, in the caller's shapes; None stays None."""
-        if self._device not in (None, (at.kind, at.index)):
-            raise ValueError(f"this launcher is for {self._device}, not {(at.kind, at.index)}")
+        if self._device is not None and self._device != (at.kind, at.index):
+            mine, theirs = spell(self._device), spell((at.kind, at.index))
+            raise ValueError(f"this launcher is for {mine}; the arrays are on {theirs}")
         views = {n: None if a is None else arrays.view(n, a, at) for n, a in named.items()}
         q = views["q"]
         assert q is not None, "place() has refused None"

@@ -76,6 +76,8 @@ def device_kind(name: str, device_type: int) -> str:
 def read(array: Any, stream: int | None) -> Tensor:
     """Export `array` for a consumer that works on `stream` (None: the CPU) and read it."""
     capsule = _export(array, stream)
+    if type(capsule).__name__ != "PyCapsule":
+        raise TypeError(f"__dlpack__ of {type(array).__name__} gave no DLPack capsule")
     name = _get_name(capsule)
     if name == b"dltensor_versioned":
         managed = _Versioned.from_address(_get_pointer(capsule, name))

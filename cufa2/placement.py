@@ -52,7 +52,7 @@ def place(arrays: Mapping[str, Any], stream: Any = None) -> Place:
     """
     devices = {n: device_of(n, a) for n, a in arrays.items() if a is not None or n in _REQUIRED}
     if len(set(devices.values())) > 1:
-        spelled = ", ".join(f"{n} on {_spell(d)}" for n, d in devices.items())
+        spelled = ", ".join(f"{n} on {spell(d)}" for n, d in devices.items())
         raise ValueError(f"all arrays must be on one device, got {spelled}")
     name, (kind, index) = next(iter(devices.items()))
     if kind == "cpu":
@@ -136,7 +136,8 @@ def device_of(name: str, array: Any) -> tuple[str, int]:
     )
 
 
-def _spell(device: tuple[str, int]) -> str:
+def spell(device: tuple[str, int]) -> str:
+    """cpu or cuda:N, as users write it."""
     return "cpu" if device[0] == "cpu" else f"cuda:{device[1]}"
 
 

@@ -354,11 +354,11 @@ def lengths(*values: int) -> Any:
 
 def foreign_tiles() -> list[tuple[Tile, int]]:
     """(tile, head dim) pairs that some architecture uses and this card does not."""
-    here = {(v.tile, v.head_dim) for v in plan.variants(device.info(0))}
+    here = {(v.tile, v.head_dim, v.score) for v in plan.variants(device.info(0))}
     found: dict[tuple[Tile, int], None] = {}
     for arch in device.ARCHS:
         for v in plan.variants(device.info_for_arch(arch)):
-            if v.kernel is FORWARD and (v.tile, v.head_dim) not in here:
+            if v.kernel is FORWARD and (v.tile, v.head_dim, v.score) not in here:
                 found.setdefault((v.tile, v.head_dim))
     return list(found)
 

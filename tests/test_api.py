@@ -423,3 +423,12 @@ def test_a_huge_softcap_changes_nothing(dtype: str) -> None:
     capped, capped_lse = flash_attention(q, k, v, softcap=1e30, return_lse=True)
     np.testing.assert_allclose(capped, plain, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(capped_lse, lse, rtol=1e-5)
+
+
+def test_a_launcher_keeps_to_its_device() -> None:
+    q, k, v = make_inputs((1, 5, 7, 2, 2, 8, 8), "float32", 0)[:3]
+    launcher = FlashAttention2(8, "float32")
+    launcher._device = ("cuda", 1)  # as on a machine that has one
+    message = r"^this launcher is for cuda:1; the arrays are on cpu$"
+    with pytest.raises(ValueError, match=message):
+        launcher.forward(q, k, v)
