@@ -9,12 +9,11 @@ functions that need it: collecting the tests needs no GPU.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from types import SimpleNamespace
@@ -406,144 +405,3 @@ def compile_side_by_side() -> None:
 def _compile(key: tuple[Any, ...], arch: str, driver: Any) -> None:
     tile, *rest = key
     compiler.build(Variant(FORWARD, FORWARD.tiles[tile], *rest), arch, driver=driver)
-
-
-# DLPack, made by hand from dlpack.h 1.x and shared with nothing in the library.
-
-
-class _DLTensor(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    )
-
-
-_DELETER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-_DESTRUCTOR = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
-
-
-class _Managed(ctypes.Structure):
-    _fields_ = (("tensor", _DLTensor), ("context", ctypes.c_void_p), ("deleter", _DELETER))
-
-
-class _Versioned(ctypes.Structure):
-    _fields_ = (
-        ("major", ctypes.c_uint32),
-        ("minor", ctypes.c_uint32),
-        ("context", ctypes.c_void_p),
-        ("deleter", _DELETER),
-        ("flags", ctypes.c_uint64),
-        ("tensor", _DLTensor),
-    )
-
-
-_new = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, _DESTRUCTOR)(
-    ("PyCapsule_New", ctypes.pythonapi)
-)
-# On a capsule that is being destroyed no reference may be taken: its address is passed.
-_is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(
-    ("PyCapsule_IsValid", ctypes.pythonapi)
-)
-_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(
-    ("PyCapsule_GetPointer", ctypes.pythonapi)
-)
-
-
-@_DESTRUCTOR  # type: ignore[untyped-decorator]
-def _destroy(capsule: int) -> None:
-    for name, kind in ((b"dltensor", _Managed), (b"dltensor_versioned", _Versioned)):
-        if _is_valid(capsule, name):
-            address = _pointer(capsule, name)
-            kind.from_address(address).deleter(address)
-
-
-_exported: dict[int, tuple[Any, ...]] = {}  # address of a managed tensor -> what it needs, owner
-
-
-@_DELETER  # type: ignore[untyped-decorator]
-def _delete(address: int) -> None:
-    *_, producer = _exported.pop(address)
-    producer.deleted += 1
-
-
-class Producer:
-    """An array of no known library: it speaks DLPack and nothing else, and keeps count.
-
-    array: CuPy or NumPy memory to export. versioned: DLPack 1.x capsule. null_strides: say nothing
-    of strides, as older producers do for compact arrays. byte_offset: give the address so many
-    bytes low and the rest as byte_offset. readonly: set the flag. on_export: called with the
-    consumer's stream. Counts: `exports`, `deleted`; `streams` holds what consumers passed.
-    """
-
-    def __init__(
-        self,
-        array: Any,
-        *,
-        versioned: bool = True,
-        null_strides: bool = False,
-        byte_offset: int = 0,
-        readonly: bool = False,
-        on_export: Callable[[Any], None] | None = None,
-        device_type: int | None = None,
-    ) -> None:
-        self.array, self.versioned, self.null_strides = array, versioned, null_strides
-        self.byte_offset, self.readonly, self.on_export = byte_offset, readonly, on_export
-        on_gpu = not isinstance(array, np.ndarray)
-        self.device_type = (2 if on_gpu else 1) if device_type is None else device_type
-        self.streams: list[Any] = []
-        self.exports = self.deleted = 0
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return self.device_type, 0
-
-    def __dlpack__(
-        self,
-        *,
-        stream: Any = None,
-        max_version: Any = None,
-        dl_device: Any = None,
-        copy: Any = None,
-    ) -> Any:
-        return self._export(stream, self.versioned and max_version is not None)
-
-    def _export(self, stream: Any, versioned: bool) -> Any:
-        self.streams.append(stream)
-        if self.on_export is not None:
-            self.on_export(stream)
-        x = self.array
-        address = x.ctypes.data if isinstance(x, np.ndarray) else x.data.ptr
-        axis = ctypes.c_int64 * max(x.ndim, 1)
-        shape, strides = axis(*x.shape), axis(*(s // x.itemsize for s in x.strides))
-        managed: Any = _Versioned() if versioned else _Managed()
-        tensor = managed.tensor
-        tensor.data = address - self.byte_offset or None
-        tensor.device_type, tensor.device_id, tensor.ndim = self.device_type, 0, x.ndim
-        codes = {"float": 2, "bfloat": 4, "int": 0, "uint": 1}
-        tensor.code = codes[x.dtype.name.rstrip("0123456789")]
-        tensor.bits, tensor.lanes = 8 * x.itemsize, 1
-        tensor.shape = ctypes.cast(shape, ctypes.POINTER(ctypes.c_int64))
-        if not self.null_strides:
-            tensor.strides = ctypes.cast(strides, ctypes.POINTER(ctypes.c_int64))
-        tensor.byte_offset = self.byte_offset
-        if versioned:
-            managed.major, managed.minor, managed.flags = 1, 0, int(self.readonly)
-        managed.deleter = _delete
-        where = ctypes.addressof(managed)
-        _exported[where] = (managed, shape, strides, x, self)
-        self.exports += 1
-        return _new(where, b"dltensor_versioned" if versioned else b"dltensor", _destroy)
-
-
-class OldProducer(Producer):
-    """A producer from before DLPack 1.0: it does not know max_version."""
-
-    def __dlpack__(self, stream: Any = None) -> Any:  # type: ignore[override]
-        return self._export(stream, False)

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from producers import DESTRUCTOR, OldProducer, Producer, alive, new_capsule
 
 from cufa2 import arrays, flash_attention, flash_attention_backward
 from cufa2.arrays import ArrayView
@@ -37,142 +38,7 @@ def digest(x: Any) -> str:
     return hashlib.sha256(np.asarray(x).tobytes()).hexdigest()
 
 
-# a DLPack producer made by hand
-
-
-class DLTensor(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    )
-
-
-class DLManagedTensor(ctypes.Structure):
-    _fields_ = (
-        ("tensor", DLTensor),
-        ("manager", ctypes.c_void_p),
-        ("deleter", ctypes.c_void_p),
-    )
-
-
-class DLManagedTensorVersioned(ctypes.Structure):
-    _fields_ = (
-        ("major", ctypes.c_uint32),
-        ("minor", ctypes.c_uint32),
-        ("manager", ctypes.c_void_p),
-        ("deleter", ctypes.c_void_p),
-        ("flags", ctypes.c_uint64),
-        ("tensor", DLTensor),
-    )
-
-
-CODES = {"float16": 2, "bfloat16": 4, "float32": 2, "float64": 2, "int32": 0, "int64": 0}
-CPU_MEMORY, CUDA_MEMORY, PINNED_MEMORY, VULKAN_MEMORY = (1, 0), (2, 1), (3, 0), (7, 0)
-
-# Prototypes of our own: attributes of ctypes.pythonapi are shared with the code under test.
-new_capsule = ctypes.PYFUNCTYPE(
-    ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p
-)(("PyCapsule_New", ctypes.pythonapi))
-capsule_name = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.c_void_p)(
-    ("PyCapsule_GetName", ctypes.pythonapi)
-)
-capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(
-    ("PyCapsule_GetPointer", ctypes.pythonapi)
-)
-
-alive: dict[int, Any] = {}  # managed tensors whose deleter has not been called
-NAMES = {False: ctypes.c_char_p(b"dltensor"), True: ctypes.c_char_p(b"dltensor_versioned")}
-
-
-def delete(address: int) -> None:
-    producer, *_ = alive.pop(address)  # a second call raises KeyError, which pytest reports
-    producer.deleted += 1
-
-
-deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(delete)
-
-
-def destroy(capsule: int) -> None:
-    """What a producer's capsule does when nobody has consumed it."""
-    name = capsule_name(capsule)
-    if name in (b"dltensor", b"dltensor_versioned"):
-        deleter(capsule_pointer(capsule, name))
-
-
-capsule_destructor = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(destroy)
-
-
-class Producer:
-    """NumPy memory of which only DLPack is visible; counts its exports and deletions."""
-
-    def __init__(
-        self,
-        array: Any,
-        *,
-        versioned: bool = True,
-        null_strides: bool = False,
-        byte_offset: int = 0,
-        readonly: bool = False,
-        device: tuple[int, int] = CPU_MEMORY,
-        **fields: int,
-    ) -> None:
-        self.array, self.versioned, self.null_strides = array, versioned, null_strides
-        self.byte_offset, self.readonly, self.device = byte_offset, readonly, device
-        self.fields = fields  # overrides: code, bits, lanes, major
-        self.exported = self.deleted = 0
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return self.device
-
-    def __dlpack__(self, *, stream: Any = None, max_version: Any = None) -> Any:
-        assert stream is None, "the CPU has no streams"
-        assert max_version[0] >= 1
-        return self.capsule()
-
-    def capsule(self) -> Any:
-        x = self.array
-        shape = (ctypes.c_int64 * x.ndim)(*x.shape)
-        strides = (ctypes.c_int64 * x.ndim)(*(s // x.itemsize for s in x.strides))
-        managed: Any = DLManagedTensorVersioned() if self.versioned else DLManagedTensor()
-        t = managed.tensor
-        address = x.__array_interface__["data"][0] - self.byte_offset
-        t.data = address if x.size else None
-        t.device_type, t.device_id = self.device
-        t.ndim, t.byte_offset = x.ndim, self.byte_offset if x.size else 0
-        t.code = self.fields.get("code", CODES[x.dtype.name])
-        t.bits = self.fields.get("bits", 8 * x.itemsize)
-        t.lanes = self.fields.get("lanes", 1)
-        t.shape = ctypes.cast(shape, ctypes.POINTER(ctypes.c_int64))
-        if not self.null_strides:
-            t.strides = ctypes.cast(strides, ctypes.POINTER(ctypes.c_int64))
-        managed.deleter = ctypes.cast(deleter, ctypes.c_void_p)
-        if self.versioned:
-            managed.major = self.fields.get("major", 1)
-            managed.flags = int(self.readonly)
-        where = ctypes.addressof(managed)
-        alive[where] = (self, managed, shape, strides)
-        self.exported += 1
-        destructor = ctypes.cast(capsule_destructor, ctypes.c_void_p)
-        return new_capsule(where, NAMES[self.versioned], destructor)
-
-
-class OldProducer(Producer):
-    """From before DLPack 1.0: __dlpack__ does not know max_version."""
-
-    def __init__(self, array: Any, **options: Any) -> None:
-        super().__init__(array, versioned=False, **options)
-
-    def __dlpack__(self, stream: Any = None) -> Any:  # type: ignore[override]
-        assert stream is None
-        return self.capsule()
+CUDA_MEMORY, PINNED_MEMORY, VULKAN_MEMORY = (2, 1), (3, 0), (7, 0)  # (DLDeviceType, index)
 
 
 class NumpyBehindDLPack:
@@ -223,8 +89,9 @@ def test_producers_give_what_numpy_gives(make: Callable[[Any], Any], dtype: str)
         np.testing.assert_array_equal(ours, expected)
     assert [digest(x) for x in (q, k, v, do)] == before
     gc.collect()
-    assert [p.exported for p in made] == [2, 2, 2, 1, 1, 1, 2]
-    assert [p.deleted for p in made] == [p.exported for p in made]
+    assert [p.exports for p in made] == [2, 2, 2, 1, 1, 1, 2]
+    assert {s for p in made for s in p.streams} == {None}, "the CPU has no streams"
+    assert [p.deleted for p in made] == [p.exports for p in made]
 
 
 def test_strides_of_capsules() -> None:
@@ -264,7 +131,7 @@ def test_a_capsule_keeps_its_memory() -> None:
     array = view.numpy()
     del view
     gc.collect()
-    assert (producer.exported, producer.deleted) == (1, 0)
+    assert (producer.exports, producer.deleted) == (1, 0)
     np.testing.assert_array_equal(array, q)
     del array
     gc.collect()
@@ -305,8 +172,8 @@ def test_errors_release_their_capsules(make: Any, error: Any, message: str) -> N
         flash_attention(*made)
     del e
     gc.collect()
-    assert [p.deleted for p in made] == [p.exported for p in made]
-    assert made[0].exported == 1
+    assert [p.deleted for p in made] == [p.exports for p in made]
+    assert made[0].exports == 1
 
 
 def test_nothing_leaks() -> None:
@@ -330,7 +197,7 @@ def test_nothing_leaks() -> None:
     objects = len(gc.get_objects()) - len(made)
     rounds(200)
     gc.collect()
-    assert all(p.deleted == p.exported == 1 for p in made)
+    assert all(p.deleted == p.exports == 1 for p in made)
     assert not alive
     # A Producer holds a view and a dict; nothing else may grow with the rounds.
     more = len(gc.get_objects()) - len(made) - objects
@@ -346,7 +213,7 @@ def test_unknown_capsules_and_devices() -> None:
 
     class Renamed(Producer):
         def __dlpack__(self, **_: Any) -> Any:
-            return new_capsule(ctypes.addressof(ctypes.c_int(1)), b"used_dltensor", None)
+            return new_capsule(ctypes.addressof(ctypes.c_int(1)), b"used_dltensor", DESTRUCTOR())
 
     with pytest.raises(TypeError, match="q is on DLPack device type 7; use CPU or CUDA memory"):
         flash_attention(Producer(q, device=VULKAN_MEMORY), k, v)
@@ -388,7 +255,7 @@ def test_mixed_devices_are_listed() -> None:
         flash_attention(q, Producer(k, device=(2, 0)), Producer(v, device=(2, 1)))
     with pytest.raises(ValueError, match="do on cuda:1"):
         flash_attention_backward(on_gpu, q, k, v, q, q)
-    assert on_gpu.exported == 0
+    assert on_gpu.exports == 0
 
 
 @pytest.mark.parametrize("stream", [0, 1, object()])
@@ -656,7 +523,7 @@ def test_outputs_through_dlpack() -> None:
     with pytest.raises(ValueError, match=r"^out is read-only"):
         flash_attention(q, k, v, out=Producer(memory, readonly=True))
     gc.collect()
-    assert out.deleted == out.exported == 1
+    assert out.deleted == out.exports == 1
 
 
 def test_nothing_around_an_output_is_written() -> None:

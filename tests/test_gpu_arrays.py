@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 from gpu_oracle import (
     DTYPES,
-    OldProducer,
-    Producer,
     assert_same,
     bits,
     check,
@@ -23,6 +21,7 @@ from gpu_oracle import (
     lengths,
     normal,
 )
+from producers import OldProducer, Producer
 
 from cufa2 import (
     FlashAttention2,
@@ -293,12 +292,12 @@ def test_dlpack_deleters_run_once(cp: Any) -> None:
 
 def test_pinned_memory_is_cpu_memory(cp: Any) -> None:
     q, k, v = (host(x) for x in inputs(1, 20, 20, 2, 2, 64, 64, "float16"))
-    made = [Producer(x, device_type=3) for x in (q, k, v)]
+    made = [Producer(x, device=(3, 0)) for x in (q, k, v)]
     got = flash_attention(made[0], made[1], made[2])
     assert isinstance(got, np.ndarray)
     assert (got == flash_attention(q, k, v)).all()
     with pytest.raises(TypeError, match="device type 7"):
-        flash_attention(Producer(q, device_type=7), k, v)
+        flash_attention(Producer(q, device=(7, 0)), k, v)
 
 
 def test_q_decides_the_library(cp: Any, torch: Any) -> None:

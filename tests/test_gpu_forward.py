@@ -14,6 +14,7 @@ import pytest
 from gpu_oracle import DTYPES, assert_same, bits, check, fill_nan, host, inputs, lengths, normal
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from producers import Producer
 
 from cufa2 import flash_attention, plan
 from cufa2.kernels import MASKS, SCORES
@@ -555,7 +556,7 @@ def test_case_25_empty_sizes(cp: Any, dim: int, dtype: str) -> None:
     for shape, causal in cases:
         b, sq, sk, h, hk = shape
         q, k, v = inputs(b, sq, sk, h, hk, dim, dim, dtype)
-        for wrap in (lambda x: x, oracle.Producer):
+        for wrap in (lambda x: x, Producer):
             o, lse = flash_attention(wrap(q), wrap(k), wrap(v), causal=causal, return_lse=True)
             assert (o.shape, lse.shape) == ((b, sq, h, dim), (b, h, sq)), f"{shape}"
             assert (o.dtype.name, lse.dtype.name) == (dtype, "float32"), f"{shape}"
@@ -568,7 +569,7 @@ def test_case_26_inputs_are_never_written(cp: Any) -> None:
     q, k, v = inputs(2, 70, 90, 4, 2, 64, 64, "bfloat16")
     lens = lengths(70, 3)
     before = [oracle.copy(x) for x in (q, k, v, lens)]
-    for wrap in (lambda x: x, lambda x: oracle.Producer(x, readonly=True)):
+    for wrap in (lambda x: x, lambda x: Producer(x, readonly=True)):
         for options in (opts(softmax_scale=-0.2), opts(softmax_scale=0.0), opts(causal=True)):
             flash_attention(wrap(q), wrap(k), wrap(v), seqlens_q=lens, **options)
             for x, old, name in zip((q, k, v, lens), before, ("q", "k", "v", "lens"), strict=True):

@@ -17,7 +17,8 @@ from typing import Any
 import gpu_oracle as oracle
 import numpy as np
 import pytest
-from gpu_oracle import OldProducer, Producer, assert_same, bits, check, fill_nan, inputs, lengths
+from gpu_oracle import assert_same, bits, check, fill_nan, inputs, lengths
+from producers import OldProducer, Producer
 
 from cufa2 import FlashAttention2, compiler, device, flash_attention, launch
 
