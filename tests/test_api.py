@@ -432,3 +432,11 @@ def test_a_launcher_keeps_to_its_device() -> None:
     message = r"^this launcher is for cuda:1; the arrays are on cpu$"
     with pytest.raises(ValueError, match=message):
         launcher.forward(q, k, v)
+
+
+def test_forward_takes_out_by_position() -> None:
+    q, k, v = make_inputs((1, 5, 7, 2, 2, 8, 8), "float32", 0)[:3]
+    out = np.full_like(q, np.nan)
+    o, _ = FlashAttention2(8, "float32").forward(q, k, v, out)
+    assert o is out
+    np.testing.assert_array_equal(o, flash_attention(q, k, v))
