@@ -49,8 +49,9 @@ def flash_attention(
             "top_left": iff j <= i. Default False: all keys are.
         window: (left, right), both inclusive: i + shift - left <= j <= i + shift + right, where
             shift is Sk - Sq, or 0 with causal="top_left". None or -1 is unbounded.
-        softmax_scale: factor of the scores; default 1/sqrt(D). Zero and negative are legal.
-        softcap: bound of the scores by tanh; default 0, off.
+        softmax_scale: factor of the scores; default 1/sqrt(D). Zero and negative are legal; at
+            most 1e30 in magnitude.
+        softcap: bound of the scores by tanh, 1e-30 to 1e30; default 0, off.
         seqlens_q, seqlens_k: (B,) int32 on the data's device: only so many rows of each batch
             entry are real. Masks then use these lengths. Rows beyond give o = 0, lse = -inf.
             Values are checked on the CPU and clamped to the array on a GPU.
@@ -61,7 +62,8 @@ def flash_attention(
             overlap each other or an input.
         stream: where GPU work is queued: a CuPy or torch stream, an object with __cuda_stream__,
             or an address. Default: the current stream of torch for torch tensors, else of CuPy.
-            The call does not wait for the GPU.
+            Work on it follows what the arrays' library has queued so far. The call does not wait
+            for the GPU.
 
     Returns:
         o, shaped like q with Dv columns, or (o, lse), in q's library and dtype; `out` itself if
@@ -75,7 +77,7 @@ def flash_attention(
 
     On a GPU a tensor is copied, once, only if its last axis is not contiguous, its rows are not
     16-byte aligned or its head dim is not a multiple of 8. Memory: inputs, outputs and such work
-    copies; nothing of size Sq x Sk.
+    copies; nothing of size Sq x Sk. A sequence has at most 2^29 rows there.
 
     Source: Dao, "FlashAttention-2" (2023), arXiv 2307.08691.
     """

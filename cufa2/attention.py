@@ -30,7 +30,7 @@ from .problem import (
 class FlashAttention2:
     """Forward and backward attention for one head dim, dtype and set of options.
 
-    head_dim, dtype: D and the dtype's name (or a NumPy dtype) that arrays must have.
+    head_dim, dtype: D and the dtype that arrays must have (a name, or any library's dtype).
     head_dim_v: Dv, default D.
     causal, window, softmax_scale, softcap, layout, deterministic: as in `flash_attention`.
     device: "cuda", "cuda:N" or N compiles and loads the kernel now (first time about a second,

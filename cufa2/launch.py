@@ -23,6 +23,7 @@ from .placement import Place
 from .problem import Problem
 
 _LOG2_E = math.log2(math.e)
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)
 _log = logging.getLogger("cufa2")  # says what is being compiled, at level INFO
 
 
@@ -172,8 +173,9 @@ def _forward_params(
         "window_left": p.window_left or 0,
         "window_right": p.window_right or 0,
         "top_left": int(p.align == "top_left"),
-        "tanh_scale": _float32(scale / p.softcap) if p.softcap else 0.0,
-        "scale_log2": _float32(exponent * _LOG2_E),
+        # Clamped: infinity would turn a score of 0 into NaN.
+        "tanh_scale": min(scale / p.softcap, _MAX_FLOAT32) if p.softcap else 0.0,
+        "scale_log2": exponent * _LOG2_E,
         "q_sign": sign,
     }
     for name, lengths in zip(("seqlens_q", "seqlens_k"), lens, strict=True):
@@ -187,11 +189,6 @@ def _forward_params(
     batch, head, row = _lse_strides(lse)
     values |= {"lse_stride.batch": batch, "lse_stride.row": row, "lse_stride.head": head}
     return values
-
-
-def _float32(x: float) -> float:
-    """x, or the largest float32 if it is beyond: infinity would turn a score of 0 into NaN."""
-    return min(x, float(np.finfo(np.float32).max))
 
 
 def _lse_strides(lse: ArrayView | None) -> tuple[int, int, int]:

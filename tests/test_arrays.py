@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import ctypes
 import gc
 import hashlib
@@ -9,6 +11,7 @@ import itertools
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from producers import DESTRUCTOR, OldProducer, Producer, alive, new_capsule
 
-from cufa2 import arrays, flash_attention, flash_attention_backward
+from cufa2 import arrays, flash_attention, flash_attention_backward, placement
 from cufa2.arrays import ArrayView
 from cufa2.placement import CPU
 from cufa2.testing import make_inputs, poison
@@ -759,6 +762,7 @@ def test_no_framework_is_imported() -> None:
     """Not by the import, nor by NumPy calls in both directions, nor by errors."""
     code = """
 import sys
+import threading
 import numpy as np
 import cufa2
 q = np.ones((1, 3, 2, 8), np.float32)
@@ -785,3 +789,27 @@ import cufa2
 print(time.perf_counter() - start)
 """
     assert min(float(child(code)) for _ in range(3)) < 0.3
+
+
+def test_held_arrays_are_let_go_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads at the head of the queue at once must not drop the entry behind it."""
+    meeting = threading.Barrier(2)
+
+    class Finished:
+        @property
+        def done(self) -> bool:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                meeting.wait(0.2)  # lets a second thread get here, if anything does
+            return True
+
+    class Running:
+        done = False
+
+    behind = (Running(), ("an array in use",))
+    monkeypatch.setattr(placement, "_held", collections.deque([(Finished(), ()), behind]))
+    threads = [threading.Thread(target=placement.hold, args=((), None)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert list(placement._held) == [behind]

@@ -84,10 +84,12 @@ def test_softcap_scales() -> None:
 
 
 def test_huge_scales_stay_finite() -> None:
-    values = params(replace(PROBLEM, softmax_scale=1e300))
-    assert struct.unpack("f", struct.pack("f", values["scale_log2"]))[0] < math.inf
-    values = params(replace(PROBLEM, softmax_scale=1e30, softcap=1e-30))
-    assert struct.unpack("f", struct.pack("f", values["tanh_scale"]))[0] < math.inf
+    """At the limits that Options allows."""
+    for softcap in (0.0, 1e-30, 1e30):
+        values = params(replace(PROBLEM, softmax_scale=1e30, softcap=softcap))
+        for name in ("scale_log2", "tanh_scale"):
+            assert struct.unpack("f", struct.pack("f", values[name]))[0] < math.inf
+        assert values["scale_log2"] > 1e-37, "a normal float32"
 
 
 @given(

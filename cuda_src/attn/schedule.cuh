@@ -12,8 +12,8 @@ struct Work {
   bool valid;
 };
 
-// Divisions in `Index`: 32-bit where the grid allows it, which saves a microsecond at the start of
-// every block.
+// Divisions in `Index`: 32-bit where the grid allows it. Every block starts with them, and 64-bit
+// ones are long subroutines.
 template <int BLOCK_Q, class Index> CUFA2_DEVICE Work find_work(const FwdParams& p, Index index) {
   const Index tiles = (p.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
   const Index per_section = static_cast<Index>(p.section) * tiles;

@@ -1,5 +1,5 @@
 // Integer names, the two 16-bit float types and their packing. No host or CUDA header is included:
-// NVRTC finds none by itself, and a header-free source compiles in a tenth of the time.
+// NVRTC finds none by itself, and each would cost 60 to 170 ms of every compilation.
 #pragma once
 
 using u16 = unsigned short;
