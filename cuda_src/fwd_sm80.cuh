@@ -234,8 +234,9 @@ CUFA2_DEVICE void store_output(const FwdParams& p, const Work& work, int seqlen_
       store_shared_4(o_tile + Tile::O::offset(row, n) + 4 * (lane % 4), zero ? 0u : pair);
     }
     if (p.lse && lane % 4 == 0 && i < p.seqlen_q) {
-      p.lse[work.batch * p.lse_stride.batch + work.head * p.lse_stride.head +
-            i * p.lse_stride.row] = zero ? -inf() : lse[r];
+      static_cast<float*>(p.lse)[work.batch * p.lse_stride.batch +
+                                 work.head * p.lse_stride.head + i * p.lse_stride.row] =
+          zero ? -inf() : lse[r];
     }
   }
   warp_sync();  // a warp stores the rows it staged

@@ -84,7 +84,7 @@ class FlashAttention2:
         head, head_v = (_Like((1, 1, 1, d), name) for d in dims)
         problem = make_problem("forward", options, head, head, head_v)
         if self._device is not None and self._device[0] == "cuda":
-            self._kernel(problem, self._device[1])
+            self._kernels(problem, self._device[1])
 
     @classmethod
     def for_options(cls, options: Options) -> FlashAttention2:
@@ -183,16 +183,18 @@ class FlashAttention2:
             for name in ("lse", "dlse"):
                 if call[name] is not None:
                     check_array(name, call[name], *lse_type(problem, len(qv.shape)))
-            if at.kind == "cuda":
-                plan.choose(problem, device.info(at.index))
+            kernels = self._kernels(problem, at.index) if at.kind == "cuda" else []
             grads = [arrays.empty(call[n].shape, problem.dtype, qv, at) for n in ("q", "k", "v")]
             for n, g in zip("qkv", grads, strict=True):
                 call[f"d{n}"] = arrays.view(f"d{n}", g, at)
-            host = self._host(call)
-            do_, q_, k_, v_, o_, lse_ = (host[n] for n in ("do", "q", "k", "v", "o", "lse"))
-            results = (host["dq"], host["dk"], host["dv"])
-            options = (host.get(n) for n in ("dlse", "seqlens_q", "seqlens_k"))
-            reference.backward(problem, do_, q_, k_, v_, o_, lse_, *results, *options)
+            if kernels:
+                self._run_backward(problem, kernels, call, at)
+            else:
+                host = self._host(call)
+                do_, q_, k_, v_, o_, lse_ = (host[n] for n in ("do", "q", "k", "v", "o", "lse"))
+                results = (host["dq"], host["dk"], host["dv"])
+                options = (host.get(n) for n in ("dlse", "seqlens_q", "seqlens_k"))
+                reference.backward(problem, do_, q_, k_, v_, o_, lse_, *results, *options)
             dq, dk, dv = (arrays.export(g, qv, at) for g in grads)
             return dq, dk, dv
 
@@ -271,17 +273,41 @@ class FlashAttention2:
             q, k, v, out = (host[n] for n in ("q", "k", "v", "out"))
             reference.forward(problem, q, k, v, out, *(host.get(n) for n in ("lse_out", *lens)))
             return
-        kernel = self._kernel(problem, at.index)
-        views = {n: call[n].canonical(self.options.layout) for n in ("q", "k", "v")}
-        views["o"] = o.canonical(self.options.layout)
-        scratch = self._scratch.setdefault((at.index, *stream_key(at.stream)), Scratch())
-        launch.forward(kernel, problem, views, lse, [call[n] for n in lens], at, scratch)
+        (kernel,) = self._kernels(problem, at.index)
+        named = {**call, "o": o, "lse": lse}
+        views = self._launch_views(named, ("q", "k", "v", "o"), ("lse", *lens))
+        launch.forward(kernel, problem, views, at, self._work(at))
+        self._hold(call, at)
+
+    def _run_backward(
+        self, problem: Problem, kernels: list[Loaded], call: dict[str, Any], at: Place
+    ) -> None:
+        tensors = ("q", "k", "v", "o", "grad_o", "dq", "dk", "dv")
+        rows = ("lse", "dlse", "seqlens_q", "seqlens_k")
+        views = self._launch_views({**call, "grad_o": call["do"]}, tensors, rows)
+        launch.backward(kernels, problem, views, at, self._work(at))
+        self._hold(call, at)
+
+    def _launch_views(
+        self, call: dict[str, Any], tensors: tuple[str, ...], rows: tuple[str, ...]
+    ) -> dict[str, ArrayView | None]:
+        """The tensors as (B, S, H, D), the others as they are."""
+        views = {n: call[n].canonical(self.options.layout) for n in tensors}
+        return views | {n: call[n] for n in rows}
+
+    def _work(self, at: Place) -> Scratch:
+        return self._scratch.setdefault((at.index, *stream_key(at.stream)), Scratch())
+
+    def _hold(self, call: dict[str, Any], at: Place) -> None:
+        """Keep the inputs that no allocator ties to the stream until it has used them."""
         apart = [v.owner for v in call.values() if v is not None and v.library in at.apart]
         hold(apart, at.stream)
 
-    def _kernel(self, problem: Problem, index: int) -> Loaded:
-        loaded = launch.load(plan.choose(problem, device.info(index)).variant, index)
-        self._records[loaded.record.name, index] = loaded.record
+    def _kernels(self, problem: Problem, index: int) -> list[Loaded]:
+        variants = plan.choose(problem, device.info(index)).variants
+        loaded = [launch.load(v, index) for v in variants]
+        for kernel in loaded:
+            self._records[kernel.record.name, index] = kernel.record
         return loaded
 
 

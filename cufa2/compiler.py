@@ -16,11 +16,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from . import device
+from . import device, params
 from .cache import Cubin, Version, entries, store, version_text
-from .kernels import C_TYPES, FWD_PARAMS_BYTES, MASKS, SCORES, Variant
+from .kernels import C_TYPES, MASKS, SCORES, Variant
 from .problem import CompileError
 
+_SIZE_NAMES = {"FwdParams": "CUFA2_FWD_PARAMS_BYTES", "BwdParams": "CUFA2_BWD_PARAMS_BYTES"}
 OPTIONS = ("--std=c++17", "-lineinfo", "--ptxas-options=-v")
 
 
@@ -72,28 +73,27 @@ def build(
 
 def source_of(variant: Variant) -> str:
     """One self-contained source: the flattened headers, this variant's sizes, one entry."""
-    tile = variant.tile
+    kernel, tile = variant.kernel, variant.tile
+    arguments = [str(a).lower() for a in tile.arguments]
+    if kernel.atomics:
+        arguments.append(str(not variant.deterministic).lower())
     sizes = {
         "ELEMENT": C_TYPES[variant.dtype],
         "HEAD_DIM": variant.head_dim,
         "HEAD_DIM_V": variant.head_dim_v,
-        "BLOCK_Q": tile.block_q,
-        "BLOCK_K": tile.block_k,
-        "WARPS": tile.warps,
-        "Q_IN_REGISTERS": str(tile.q_in_registers).lower(),
+        "TILE_ARGUMENTS": "".join(f", {a}" for a in arguments),
+        "POLICIES": f", {MASKS[variant.mask]}, {SCORES[variant.score]}" if kernel.policies else "",
+        "THREADS": 32 * tile.warps,
         "MIN_BLOCKS": tile.min_blocks,
-        "MASK": MASKS[variant.mask],
-        "SCORE": SCORES[variant.score],
     }
+    bytes_of = "".join(f"#define {_SIZE_NAMES[n]} {size}\n" for n, size in params.SIZES.items())
     defines = "\n".join(f"#define {name} {value}" for name, value in sizes.items())
     return (
-        f"#define CUFA2_FWD_PARAMS_BYTES {FWD_PARAMS_BYTES}\n"
-        f"{flatten(variant.kernel.file)}\n{defines}\n"
-        f'extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)\n'
-        f"{variant.name}(const __grid_constant__ FwdParams params) {{\n"
-        f"  using VariantTile = FwdTile<ELEMENT, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_K, WARPS,\n"
-        f"                              Q_IN_REGISTERS>;\n"
-        f"  {variant.kernel.name}<VariantTile, MASK, SCORE>(params);\n}}\n"
+        f"{bytes_of}{flatten(kernel.file)}\n{defines}\n"
+        f'extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)\n'
+        f"{variant.name}(const __grid_constant__ {kernel.params} params) {{\n"
+        f"  using VariantTile = {kernel.tile_type}<ELEMENT, HEAD_DIM, HEAD_DIM_V TILE_ARGUMENTS>;\n"
+        f"  {kernel.name}<VariantTile POLICIES>(params);\n}}\n"
     )
 
 

@@ -1,4 +1,4 @@
-"""Cubin -> module -> launch: loaded kernels, their parameters and grids, and work memory.
+"""Cubin -> module -> launch: loaded kernels, their grids, and work memory.
 
 The only room with pointers. One by-value parameter struct per launch; the shared-memory opt-in
 is set once per kernel and device; work memory is kept per stream and grown when needed.
@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import logging
 import math
-import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from . import arrays, compiler, device
+from . import arrays, compiler, device, params
 from .arrays import ArrayView
-from .kernels import FWD_FORMAT, FWD_PARAMS, Variant
+from .kernels import Variant
 from .placement import Place
 from .problem import Problem
 
-_LOG2_E = math.log2(math.e)
-_MAX_FLOAT32 = float(np.finfo(np.float32).max)
 _log = logging.getLogger("cufa2")  # says what is being compiled, at level INFO
 
 
@@ -79,15 +77,15 @@ class Scratch:
         self.lock = threading.Lock()
         self._buffer: Any = None
 
-    def take(self, shapes: list[tuple[int, ...]], itemsize: int) -> list[Any]:
-        """Uninitialised arrays of these shapes (16-bit types as uint16)."""
+    def take(self, wanted: Sequence[tuple[tuple[int, ...], int]]) -> list[Any]:
+        """Uninitialised arrays of these (shape, itemsize), as unsigned integers."""
         cupy = device.cupy()
-        sizes = [-(-math.prod(s) * itemsize // 256) * 256 for s in shapes]
+        sizes = [-(-math.prod(shape) * itemsize // 256) * 256 for shape, itemsize in wanted]
         if self._buffer is None or self._buffer.nbytes < sum(sizes):
             self._buffer = None  # returned to the pool before the larger one is taken from it
             self._buffer = cupy.empty(sum(sizes), np.uint8)
         made, start = [], 0
-        for shape, size in zip(shapes, sizes, strict=True):
+        for (shape, itemsize), size in zip(wanted, sizes, strict=True):
             flat = self._buffer[start : start + math.prod(shape) * itemsize].view(f"u{itemsize}")
             made.append(flat.reshape(shape))
             start += size
@@ -97,119 +95,88 @@ class Scratch:
 def forward(
     kernel: Loaded,
     problem: Problem,
-    views: dict[str, ArrayView],
-    lse: ArrayView | None,
-    lens: Sequence[ArrayView | None],
+    views: Mapping[str, ArrayView | None],
     at: Place,
     scratch: Scratch,
 ) -> None:
-    """Queue one forward pass over (B, S, H, D) views q, k, v, o; `at` is current.
+    """Queue one forward pass; `at` is current.
 
-    A view the kernel cannot use in place is replaced by a work copy in `scratch`.
+    views: q, k, v, o (B, S, H, D), lse, seqlens_q, seqlens_k (the last three may be None). One
+    the kernel cannot use in place is replaced by a work copy in `scratch`.
     """
-    unaligned = [n for n, v in views.items() if not arrays.aligned(v)]
-    if not unaligned:
-        _launch(kernel, problem, views, lse, lens, at)
-        return
     with scratch.lock:
-        shapes = [arrays.padded_shape(views[n]) for n in unaligned]
-        work = dict(zip(unaligned, scratch.take(shapes, views["q"].itemsize), strict=True))
-        for name in unaligned:
-            if name != "o":
-                arrays.copy_in(work[name], views[name])
-        placed = {n: arrays.work_view(w, problem.dtype) for n, w in work.items()}
-        _launch(kernel, problem, {**views, **placed}, lse, lens, at)
-        if "o" in work:
-            arrays.copy_out(views["o"], work["o"])
+        with _in_place(problem, views, ("q", "k", "v"), ("o",), (), scratch) as (placed, _):
+            values = params.forward_values(problem, placed, device.info(at.index).l2_bytes)
+            _launch(kernel, problem, values, at)
 
 
-def _launch(
-    kernel: Loaded,
+def backward(
+    kernels: Sequence[Loaded],
     problem: Problem,
-    views: dict[str, ArrayView],
-    lse: ArrayView | None,
-    lens: Sequence[ArrayView | None],
+    views: Mapping[str, ArrayView | None],
     at: Place,
+    scratch: Scratch,
 ) -> None:
-    tile = kernel.variant.tile
-    heads = problem.batch * problem.num_heads
-    blocks = heads * -(-problem.seqlen_q // tile.block_q)
+    """Queue one backward pass, kernel after kernel; `at` is current.
+
+    views: q, k, v, o, grad_o, dq, dk, dv (B, S, H, D), lse; dlse, seqlens_q, seqlens_k or None.
+    Work memory: two float32 numbers a query row and, unless a kernel for deterministic calls
+    makes dq by itself, a float32 dq.
+    """
+    rows = problem.batch * problem.num_heads * params.work_rows(problem)
+    main = next(k.variant for k in kernels if k.variant.kernel.stage == "main")
+    sums = 0 if main.deterministic else rows * main.head_dim
+    extra = [((rows,), 4), ((rows,), 4), ((sums,), 4)]
+    inputs, outputs = ("q", "k", "v", "o", "grad_o"), ("dq", "dk", "dv")
+    with scratch.lock:
+        with _in_place(problem, views, inputs, outputs, extra, scratch) as (placed, work):
+            at_work = [w.data.ptr if w.size else 0 for w in work]
+            named = dict(zip(("lse_log2", "delta", "dq_sum"), at_work, strict=True))
+            l2_bytes = device.info(at.index).l2_bytes
+            values = params.backward_values(problem, placed, named, l2_bytes)
+            for kernel in kernels:
+                _launch(kernel, problem, values, at)
+
+
+@contextmanager
+def _in_place(
+    problem: Problem,
+    views: Mapping[str, ArrayView | None],
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    extra: Sequence[tuple[tuple[int, ...], int]],
+    scratch: Scratch,
+) -> Iterator[tuple[Mapping[str, ArrayView | None], list[Any]]]:
+    """Views that kernels can use in place, and the `extra` work arrays.
+
+    What they cannot use is copied into work memory before and, if written, back afterwards.
+    """
+    known = {n: v for n in (*inputs, *outputs) if (v := views[n]) is not None}
+    unaligned = [n for n, v in known.items() if not arrays.aligned(v)]
+    wanted = [(arrays.padded_shape(known[n]), known[n].itemsize) for n in unaligned]
+    made = scratch.take([*wanted, *extra]) if unaligned or extra else []
+    work = dict(zip(unaligned, made, strict=False))
+    for name in unaligned:
+        if name in inputs:
+            arrays.copy_in(work[name], known[name])
+    placed = {n: arrays.work_view(w, problem.dtype) for n, w in work.items()}
+    yield {**views, **placed}, made[len(unaligned) :]
+    for name in unaligned:
+        if name in outputs:
+            arrays.copy_out(known[name], work[name])
+
+
+def _launch(kernel: Loaded, problem: Problem, values: Mapping[str, Any], at: Place) -> None:
+    row, tile = kernel.variant.kernel, kernel.variant.tile
+    blocks = row.blocks(tile, problem)
+    if not blocks:
+        return
     grid_x = min(blocks, 2**31 - 1)
-    values = _forward_params(problem, views, lse, lens, device.info(at.index).l2_bytes)
-    params = np.void(struct.pack(FWD_FORMAT, *(values[name] for name, _ in FWD_PARAMS)))
+    packed = np.void(params.pack(row.params, values))
     kernel.function(
         (grid_x, -(-blocks // grid_x)),
         (32 * tile.warps,),
-        (params,),
+        (packed,),
         shared_mem=kernel.variant.smem_bytes,
         stream=at.stream,
     )
-
-
-def _forward_params(
-    problem: Problem,
-    views: dict[str, ArrayView],
-    lse: ArrayView | None,
-    lens: Sequence[ArrayView | None],
-    l2_bytes: int,
-) -> dict[str, Any]:
-    """Values of the FwdParams fields (cuda_src/attn/params.cuh) for one launch."""
-    p = problem
-    scale = abs(p.softmax_scale)
-    # The sign of the scale goes into Q, and so does a scale of zero: the exponent's factor, in
-    # float32, stays positive.
-    sign = math.copysign(1.0, p.softmax_scale) if scale >= 2.0**-126 else 0.0
-    exponent = p.softcap if p.softcap else scale if sign else 1.0
-    values: dict[str, Any] = {
-        "lse": 0 if lse is None else lse.pointer,
-        "heads_total": p.batch * p.num_heads,
-        "section": _section(p, l2_bytes, views["k"].itemsize),
-        "num_heads": p.num_heads,
-        "group": p.group,
-        "seqlen_q": p.seqlen_q,
-        "seqlen_k": p.seqlen_k,
-        "head_dim": views["q"].shape[3],
-        "head_dim_v": views["v"].shape[3],
-        "window_left": p.window_left or 0,
-        "window_right": p.window_right or 0,
-        "top_left": int(p.align == "top_left"),
-        # Clamped: infinity would turn a score of 0 into NaN.
-        "tanh_scale": min(scale / p.softcap, _MAX_FLOAT32) if p.softcap else 0.0,
-        "scale_log2": exponent * _LOG2_E,
-        "q_sign": sign,
-    }
-    for name, lengths in zip(("seqlens_q", "seqlens_k"), lens, strict=True):
-        values[name] = 0 if lengths is None else lengths.pointer
-        values[f"{name}_stride"] = 0 if lengths is None else lengths.strides[0]
-    for name in ("q", "k", "v", "o"):
-        batch, row, head, _ = views[name].strides
-        values[name] = views[name].pointer
-        values |= {f"{name}_stride.batch": batch, f"{name}_stride.row": row}
-        values[f"{name}_stride.head"] = head
-    batch, head, row = _lse_strides(lse)
-    values |= {"lse_stride.batch": batch, "lse_stride.row": row, "lse_stride.head": head}
-    return values
-
-
-def _lse_strides(lse: ArrayView | None) -> tuple[int, int, int]:
-    if lse is None:
-        return 0, 0, 0
-    if len(lse.strides) == 2:
-        return lse.strides[0], 0, lse.strides[1]
-    batch, head, row = lse.strides
-    return batch, head, row
-
-
-def _section(problem: Problem, l2_bytes: int, itemsize: int) -> int:
-    """Query heads that run side by side, so that their K and V share the L2 cache.
-
-    About as many as fill 60 % of it, split into sections of about equal size: a small last one
-    would start its long causal tiles when the card is about to run dry (a tenth of the time of 16
-    heads of 16k keys, measured on an H200).
-    """
-    p = problem
-    per_head = max(1, p.seqlen_k * (p.head_dim + p.head_dim_v) * itemsize)
-    at_most = max(1, int(0.6 * l2_bytes) // per_head)
-    heads = p.batch * p.num_heads_kv
-    sections = max(1, int(heads / at_most + 0.5))
-    return -(-heads // sections) * p.group

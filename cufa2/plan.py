@@ -1,4 +1,4 @@
-"""Problem and GPU -> the kernel instance that serves it, or a refusal that says why.
+"""Problem and GPU -> the kernel instances that serve it, or a refusal that says why.
 
 Pure and deterministic: no GPU call, no environment; results are cached.
 """
@@ -11,38 +11,62 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .device import DeviceInfo
-from .kernels import KERNELS, MASKS, SCORES, SMEM_RESERVE, Kernel, Tile, Variant
+from .kernels import KERNELS, MASKS, SCORES, SMEM_RESERVE, STAGES, Kernel, Tile, Variant
 from .problem import Problem, UnsupportedError
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The chosen kernel row and its compiled instance."""
+    """The compiled instances that a call runs, in order."""
 
-    kernel: Kernel
-    variant: Variant
+    variants: tuple[Variant, ...]
+
+    @property
+    def variant(self) -> Variant:
+        """The main one: the forward, or what computes dk and dv."""
+        return next(v for v in self.variants if v.kernel.stage == "main")
+
+    @property
+    def kernel(self) -> Kernel:
+        """The row of the main one."""
+        return self.variant.kernel
 
 
 @functools.lru_cache(maxsize=4096)
 def choose(problem: Problem, info: DeviceInfo, kernel: str | None = None) -> Plan:
-    """Take the first row of KERNELS that can serve `problem` on `info`.
+    """Take, for each stage, the first row of KERNELS that can serve `problem` on `info`.
 
-    kernel: name of the only row to consider (tests and benchmarks force one).
+    kernel: name of the only row to consider for its stage (tests and benchmarks force one).
     Raises UnsupportedError listing every row and why it declined.
     """
-    refusals = []
-    for row in KERNELS:
-        if kernel is not None and row.name != kernel:
-            continue
-        reason = refusal(row, problem, info)
-        if reason is None:
-            return Plan(row, _variant(row, problem, info))
-        refusals.append(f"  {row.name}: {reason}")
+    stages = STAGES[problem.direction]
+    forced = next((row.stage for row in KERNELS if row.name == kernel), stages[-1])
+    chosen: list[Variant] = []
+    for stage in stages:
+        refusals = []
+        for row in KERNELS:
+            if row.direction == problem.direction and row.stage != stage:
+                continue
+            if kernel is not None and stage == forced and row.name != kernel:
+                continue
+            reason = refusal(row, problem, info)
+            if reason is None:
+                chosen.append(_variant(row, problem, info))
+                break
+            refusals.append(f"  {row.name}: {reason}")
+        else:
+            raise UnsupportedError(_explain(problem, info, kernel, refusals))
+    return Plan(tuple(chosen))
+
+
+def _explain(
+    problem: Problem, info: DeviceInfo, kernel: str | None, refusals: list[str]
+) -> str:
     wanted = (
         f"{problem.direction} of {problem.dtype}, D={problem.head_dim}, Dv={problem.head_dim_v}"
     )
     tried = "\n".join(refusals) or f"  there is no kernel named {kernel!r}"
-    raise UnsupportedError(
+    return (
         f"no CUDA kernel does the {wanted} on {info.name}:\n{tried}\n"
         "NumPy arrays are served for every legal problem."
     )
@@ -63,7 +87,7 @@ def refusal(row: Kernel, problem: Problem, info: DeviceInfo) -> str | None:
     for rule, applies in row.excludes:
         if applies(problem):
             return f"excludes {rule}"
-    d, dv = (row.compiled_dim(n) for n in (problem.head_dim, problem.head_dim_v))
+    d, dv = row.compiled_dims(problem.head_dim, problem.head_dim_v)
     if _tile(row, d, dv, _score(problem), info) is None:
         return f"no tile for D={d}, Dv={dv} fits {info.smem_per_block} bytes of shared memory"
     return None
@@ -74,11 +98,14 @@ def variants(arch_info: DeviceInfo) -> Iterator[Variant]:
     for row in KERNELS:
         if arch_info.cc < row.min_cc:
             continue
-        for dim, score in itertools.product(row.head_dims, SCORES):
+        masks, scores = (MASKS, SCORES) if row.policies else (("full",), ("plain",))
+        for dim, score in itertools.product(row.head_dims, scores):
             tile = _tile(row, dim, dim, score, arch_info)
-            if tile is not None:
-                for dtype, mask in itertools.product(row.dtypes, MASKS):
-                    yield Variant(row, tile, dtype, dim, dim, mask, score)
+            if tile is None:
+                continue
+            bare = (False, True) if row.atomics else (False,)
+            for dtype, mask, deterministic in itertools.product(row.dtypes, masks, bare):
+                yield Variant(row, tile, dtype, dim, dim, mask, score, deterministic)
 
 
 def mask_of(window_left: int | None, window_right: int | None) -> str:
@@ -89,12 +116,15 @@ def mask_of(window_left: int | None, window_right: int | None) -> str:
 
 
 def _variant(row: Kernel, problem: Problem, info: DeviceInfo) -> Variant:
-    d, dv = (row.compiled_dim(n) for n in (problem.head_dim, problem.head_dim_v))
+    d, dv = row.compiled_dims(problem.head_dim, problem.head_dim_v)
     score = _score(problem)
     tile = _tile(row, d, dv, score, info)
     assert tile is not None, "refusal() has checked that a tile fits"
+    if not row.policies:
+        return Variant(row, tile, problem.dtype, d, d)
     mask = mask_of(problem.window_left, problem.window_right)
-    return Variant(row, tile, problem.dtype, d, dv, mask, score)
+    deterministic = row.atomics and problem.deterministic
+    return Variant(row, tile, problem.dtype, d, dv, mask, score, deterministic)
 
 
 def _score(problem: Problem) -> str:

@@ -1,9 +1,11 @@
-"""Forward speed of cufa2 beside PyTorch's FlashAttention-2, cuDNN and FlashAttention-3.
+"""Speed of cufa2, forward or backward, beside the attention kernels that PyTorch users have.
 
-All contestants run in one process on the same inputs. Each case is checked first (rows of two
-heads against float64), then timed in rounds of random order, so that a power cap hits all
-alike. Inputs are random and rotate through more memory than the L2 cache holds. With --host it
-measures instead what surrounds a kernel: host time, first calls, cached loads, peak memory.
+float16 and bfloat16 run beside PyTorch's FlashAttention-2, cuDNN and FlashAttention-3, float32
+beside PyTorch's memory-efficient kernel, float64 beside unfused PyTorch. All contestants run in
+one process on the same inputs. Each case is checked first (rows of two heads against float64),
+then timed in rounds of random order, so that a power cap hits all alike. Inputs are random and
+rotate through more memory than the L2 cache holds. With --host it measures instead what surrounds
+a kernel: host time, first calls, cached loads, peak memory.
 """
 
 from __future__ import annotations
@@ -14,61 +16,76 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import host
 import numpy as np
 import report
-from peers import Call, Contestant, Inputs, cufa2_contestant, to_host, torch_peers
+from peers import Call, Contestant, Inputs, cufa2_contestants, release, torch_peers
+from truth import check, truths
 
 from cufa2 import device
-from cufa2.testing import (
-    CASES,
-    Case,
-    assert_accurate,
-    numpy_dtype,
-    plain_attention,
-    reference64,
-    time_gpu,
-)
+from cufa2.problem import DTYPES, Direction
+from cufa2.testing import CASES, Case, numpy_dtype, time_gpu
 
-ROUNDS, CALLS, WARM = 6, 4, 2  # 24 timed calls a contestant; their median is reported
+
+class Pace(NamedTuple):
+    """How often a contestant is called: rounds of `warm` and then `calls` timed calls."""
+
+    rounds: int
+    calls: int
+    warm: int
+
+
+FAST, SLOW = Pace(6, 4, 2), Pace(4, 3, 1)  # SLOW for float32 and float64: many times the work
 BEHIND = 60 << 20  # bytes that other inputs touch before a set comes round again: past an L2
 AHEAD = 3  # memsets of the filler queued first: about 1 ms in which the host runs ahead
-CHECKED_ROWS = 16  # rows at the start, in the middle and at the end of each checked head
-DTYPES = ("bfloat16", "float16")
+
+
+def pace(dtype: str) -> Pace:
+    """The pace that suits a dtype; the median of all timed calls is reported."""
+    return FAST if numpy_dtype(dtype).itemsize == 2 else SLOW
 
 
 class Bench:
-    """Random numbers, filler and gauge, shared by all cases of one run."""
+    """Random numbers, filler and gauge, shared by all cases of one run.
 
-    def __init__(self, dtype: str, seed: int) -> None:
+    precision: "tf32" is checked as float16 is, whose significand has the same length.
+    """
+
+    def __init__(self, direction: Direction, dtype: str, precision: str | None, seed: int) -> None:
         self.cupy = device.cupy()
+        self.direction = direction
         self.dtype = numpy_dtype(dtype)
+        self.low = numpy_dtype("float16" if precision == "tf32" else dtype)
+        self.pace = pace(dtype)
         self.random = np.random.default_rng(seed)
-        self.pool = self.cupy.empty(0, np.uint16)
+        self.pool = self.cupy.empty(0, f"u{self.dtype.itemsize}")
         self.filler = self.cupy.empty(1 << 30, np.uint8)
         self.gauge = report.Gauge(self.cupy.cuda.Device().pci_bus_id)
 
     def inputs(self, case: Case) -> list[Inputs]:
-        """Sets of q, k, v (B, S, H, D): standard normal, disjoint, together past the L2 cache.
+        """Sets of q, k, v, and do for the backward pass, (B, S, H, D): standard normal, disjoint,
+        together past the L2 cache.
 
         Every case reads from one pool of random numbers, because drawing them anew (10 ns each)
         would take longer than all measurements.
         """
         b, sq, sk, hk = case.batch, case.seqlen_q, case.seqlen_k, case.num_heads_kv
-        shapes = (
+        shapes = [
             (b, sq, case.num_heads, case.head_dim),
             (b, sk, hk, case.head_dim),
             (b, sk, hk, case.head_dim_v),
-        )
+        ]
+        if self.direction == "backward":
+            shapes.append((b, sq, case.num_heads, case.head_dim_v))
         size = sum(math.prod(shape) for shape in shapes)
         count = 1 + math.ceil(BEHIND / (size * self.dtype.itemsize))
         if self.pool.size < count * size:
-            drawn = self.random.standard_normal(count * size, np.float32).astype(self.dtype)
-            self.pool = self.cupy.asarray(drawn.view(np.uint16))
+            wide = np.float64 if self.dtype == np.float64 else np.float32
+            drawn = self.random.standard_normal(count * size, wide).astype(self.dtype, copy=False)
+            self.pool = self.cupy.asarray(drawn.view(self.pool.dtype))
         sets, at = [], 0
         for _ in range(count):
             arrays = []
@@ -76,7 +93,7 @@ class Bench:
                 end = at + math.prod(shape)
                 arrays.append(self.pool[at:end].view(self.dtype).reshape(shape))
                 at = end
-            sets.append((arrays[0], arrays[1], arrays[2]))
+            sets.append(tuple(arrays))
         return sets
 
     def batch(self, calls: Sequence[Call], count: int) -> list[float]:
@@ -99,8 +116,9 @@ class Bench:
 
     def run(self, case: Case, contestants: list[Contestant]) -> report.Row:
         """Check, then time, one case."""
+        release()
         sets = self.inputs(case)
-        expected = truths(case, sets[0])
+        expected = truths(case, sets[0], self.low)
         row: report.Row = {
             "case": case.name,
             "batch": case.batch,
@@ -108,7 +126,7 @@ class Bench:
             "num_heads": case.num_heads,
             "head_dim": case.head_dim,
             "causal": bool(case.causal),
-            "flops": case.flops("forward"),
+            "flops": case.flops(self.direction),
             "error": {},
             "us": {},
             "spread": {},
@@ -120,20 +138,21 @@ class Bench:
                 with who.context():
                     row["error"][who.name] = check(expected, who, calls[0]())
                 racing.append((who, calls))
-            except (RuntimeError, AssertionError) as e:
-                if who.name == report.OURS:
+            except (RuntimeError, AssertionError, AttributeError, TypeError) as e:
+                if report.is_ours(who.name):
                     raise
                 reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
                 print(f"note: {who.name} sits out {case.name}: {reason}", flush=True)
         times: dict[str, list[float]] = {who.name: [] for who, _ in racing}
-        for _ in range(ROUNDS):
+        for _ in range(self.pace.rounds):
             # A new order each round: who follows the hungriest kernel gets the lowest clocks.
             for n in self.random.permutation(len(racing)):
                 who, calls = racing[n]
                 with who.context():
-                    times[who.name] += self.batch(calls, WARM + CALLS)[WARM:]
-        for name, us in times.items():
-            low, median, high = np.percentile(us, (10, 50, 90))
+                    us = self.batch(calls, self.pace.warm + self.pace.calls)
+                times[who.name] += us[self.pace.warm :]
+        for name, samples in times.items():
+            low, median, high = np.percentile(samples, (10, 50, 90))
             row["us"][name] = float(median)
             row["spread"][name] = float((high - low) / median)
         return row
@@ -144,62 +163,23 @@ def quick(call: Call) -> float:
     return time_gpu(call, warmup=2, repeats=5)
 
 
-@dataclass(frozen=True)
-class Truth:
-    """Some rows of one head: o (1, rows, 1, Dv) in float64 and from unfused code in q's dtype."""
-
-    batch: int
-    head: int
-    rows: slice
-    exact: np.ndarray
-    plain: np.ndarray
+def options(args: argparse.Namespace) -> dict[str, Any]:
+    """Keyword arguments for cufa2 beyond those of the case."""
+    return {} if args.precision is None else {"precision": args.precision}
 
 
-def truths(case: Case, inputs: Inputs) -> list[Truth]:
-    """Rows at the start, in the middle and at the end of the first and the last head.
-
-    Under a causal mask rows that end before row `end` are a problem of their own with `end`
-    keys, since the mask is aligned to the last key.
-    """
-    result = []
-    for b, h in ((0, 0), (case.batch - 1, case.num_heads - 1)):
-        kv = h // (case.num_heads // case.num_heads_kv)
-        q, k, v = (
-            to_host(x[b : b + 1, :, i : i + 1]) for x, i in zip(inputs, (h, kv, kv), strict=True)
-        )
-        last = case.seqlen_q - CHECKED_ROWS
-        for begin in (0, last // 2, last):
-            rows = slice(begin, begin + CHECKED_ROWS)
-            keys = rows.stop if case.causal else case.seqlen_k
-            part = q[:, rows], k[:, :keys], v[:, :keys]
-            exact, _ = reference64(*part, **case.options)
-            plain, _ = plain_attention(*part, **case.options)
-            result.append(Truth(b, h, rows, exact, plain))
-    return result
-
-
-def check(expected: list[Truth], who: Contestant, output: Any) -> float:
-    """Largest error of a contestant's output; AssertionError if it breaks the accuracy rule."""
-    errors = []
-    for t in expected:
-        rows = who.head(output, t.batch, t.head)[None, t.rows, None]
-        name = f"{who.name}, head {t.head} of batch {t.batch}, rows {t.rows.start}.."
-        errors.append(assert_accurate(rows, t.exact, t.plain, name)[0])
-    return max(errors)
-
-
-def forward(args: argparse.Namespace) -> report.Run:
+def race(args: argparse.Namespace) -> report.Run:
     """Time every selected case; prints each as it comes."""
-    bench = Bench(args.dtype, args.seed)
-    peers, notes = ([], []) if args.no_peers else torch_peers()
+    bench = Bench(args.direction, args.dtype, args.precision, args.seed)
+    peers, notes = ([], []) if args.no_peers else torch_peers(args.direction, args.dtype)
     for note in notes:
         print(f"note: {note}", flush=True)
-    contestants = [cufa2_contestant(), *peers]
+    contestants = [*cufa2_contestants(args.direction, options(args)), *peers]
     rows = []
     for case in (c for c in CASES if fnmatch.fnmatch(c.name, args.cases)):
         start = time.perf_counter()
         row = bench.run(case, contestants)
-        rates = (f"{n} {report.tflops(row, n):.0f}" for n in row["us"])
+        rates = (f"{n} {report.tflops(row, n):.1f}" for n in row["us"])
         print(
             f"{case.name}: {', '.join(rates)} TFLOP/s ({time.perf_counter() - start:.1f} s)",
             flush=True,
@@ -217,8 +197,9 @@ def forward(args: argparse.Namespace) -> report.Run:
 def main() -> int:
     """Command line of bench.sh."""
     parser = argparse.ArgumentParser(prog="bench.sh", description=__doc__)
-    parser.add_argument("direction", nargs="?", default="forward", choices=("forward",))
+    parser.add_argument("direction", nargs="?", default="forward", choices=("forward", "backward"))
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
+    parser.add_argument("--precision", help="as cufa2's functions take it, such as tf32")
     parser.add_argument("--cases", default="*", metavar="GLOB", help="names, such as 'd128_*'")
     parser.add_argument("--host", action="store_true", help="host time, first calls, memory")
     parser.add_argument("--no-peers", action="store_true", help="time cufa2 alone")
@@ -236,9 +217,14 @@ def main() -> int:
     run: report.Run = {
         "pass": "host" if args.host else args.direction,
         "environment": environment,
-        "settings": {"dtype": args.dtype, "seed": args.seed, "rounds": ROUNDS, "calls": CALLS},
+        "settings": {
+            "dtype": args.dtype,
+            **options(args),
+            "seed": args.seed,
+            **pace(args.dtype)._asdict(),
+        },
     }
-    run |= {"host": host.measure(args.dtype)} if args.host else forward(args)
+    run |= {"host": host.measure(args.dtype)} if args.host else race(args)
     path = report.stem(run, args.results).with_suffix(".json")
     report.save(run, path)
     print(f"written: {path}")

@@ -12,7 +12,7 @@ import json
 import sys
 from pathlib import Path
 
-from report import OURS, Row, Run, geomean
+from report import OURS, Row, Run, geomean, is_ours
 
 
 def load(path: Path) -> Run:
@@ -35,7 +35,18 @@ def index(run: Run) -> dict[str, Row]:
 
 def shared_peers(before: Run, after: Run) -> list[str]:
     """Contestants other than cufa2 that both runs measured, in the order of `before`."""
-    return [c for c in before["contestants"] if c != OURS and c in after["contestants"]]
+    return [c for c in before["contestants"] if not is_ours(c) and c in after["contestants"]]
+
+
+def check_alike(before: Run, after: Run) -> None:
+    """ValueError unless both runs measured the same thing: pass, dtype and precision."""
+    measured = [
+        [run.get("pass"), *(run.get("settings", {}).get(x) for x in ("dtype", "precision"))]
+        for run in (before, after)
+    ]
+    if measured[0] != measured[1]:
+        what = (" ".join(str(x) for x in run if x is not None) for run in measured)
+        raise ValueError("the two files measured different things: " + " and ".join(what))
 
 
 def compare(before: Run, after: Run) -> tuple[str, dict[str, float]]:
@@ -44,6 +55,7 @@ def compare(before: Run, after: Run) -> tuple[str, dict[str, float]]:
     The correction takes the geometric mean of all shared peers' own change per case, which is
     what the card's drift did to code that did not change.
     """
+    check_alike(before, after)
     old, new = index(before), index(after)
     cases = [case for case in old if case in new]
     if not cases:

@@ -1,14 +1,17 @@
 """The contestants of the benchmarks: cufa2 and the attention kernels it is measured against.
 
 Each prepares its calls from the same CuPy (B, S, H, D) inputs, in the layout it likes best and
-outside any timing, and gives back rows of its result for the check. PyTorch, cuDNN and
-FlashAttention-3 are peers only: cufa2 needs none of them.
+outside any timing, and gives back rows of its results for the check. For the backward pass the
+forward is part of the preparation: a call computes the gradients alone, into new arrays. PyTorch,
+cuDNN and FlashAttention-3 are peers only: cufa2 needs none of them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,124 +19,237 @@ from typing import Any
 
 import numpy as np
 
-from cufa2 import flash_attention
+from cufa2 import flash_attention, flash_attention_backward
+from cufa2.problem import Direction
 from cufa2.testing import numpy_dtype
 
-Inputs = tuple[Any, Any, Any]
+Inputs = tuple[Any, ...]  # q, k, v, and the output's gradient do for the backward pass
 Call = Callable[[], Any]
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 Timer = Callable[[Call], float]
 
-# Where FlashAttention-3 may be: the wheel fa3-fwd renames its module, upstream's build does not.
+# Where FlashAttention-3 may be: the wheel fa3-fwd renames its module and has no backward,
+# upstream's build does neither.
 FA3_MODULES = ("fa3_fwd_interface", "flash_attn_interface", "flash_attn_3.flash_attn_interface")
+PLAIN_BYTES = 4 << 30  # scores that unfused code holds at a time; several such arrays live at once
 
 
 @dataclass(frozen=True)
 class Contestant:
     """One kernel in the race.
 
-    prepare(sets, causal, timer): one zero-argument call per input set, each returning its output.
-    head(output, b, h): that output's rows (S, D) of one head as a NumPy array of its dtype.
+    prepare(sets, causal, timer): one zero-argument call per input set, each returning o, or a
+        tuple that begins with o, or (dq, dk, dv) where a set has do. May give fewer calls where
+        its own memory per set is far beyond every cache.
+    rows(result, b, h): one head (S, D) of one of these, as a NumPy array of its dtype.
     context: entered around a batch of calls, so that choosing a back end costs no call anything.
     """
 
     name: str
     prepare: Callable[[list[Inputs], bool, Timer], list[Call]]
-    head: Callable[[Any, int, int], np.ndarray]
+    rows: Callable[[Any, int, int], np.ndarray]
     context: Context = field(default=contextlib.nullcontext)
 
 
 def to_host(array: Any) -> np.ndarray:
-    """A CuPy array of a 16-bit dtype as a NumPy array of that dtype, moved as raw integers."""
+    """A CuPy array as a NumPy array of the same dtype, moved as raw integers."""
     import cupy
 
-    host: np.ndarray = cupy.asnumpy(cupy.ascontiguousarray(array.view(np.uint16)))
+    bits = array.view(f"u{array.itemsize}")
+    host: np.ndarray = cupy.asnumpy(cupy.ascontiguousarray(bits))
     return host.view(array.dtype)
 
 
 def to_torch(array: Any) -> Any:
-    """The memory of a CuPy array of a 16-bit dtype as a torch tensor of that dtype.
+    """The memory of a CuPy array as a torch tensor of the same dtype.
 
-    Goes through int16, since not every version of both libraries exchanges bfloat16.
+    Goes through integers, since not every version of both libraries exchanges bfloat16.
     """
     import torch
 
-    return torch.from_dlpack(array.view(np.int16)).view(getattr(torch, array.dtype.name))
+    return torch.from_dlpack(array.view(f"i{array.itemsize}")).view(
+        getattr(torch, array.dtype.name)
+    )
 
 
-def cufa2_contestant() -> Contestant:
-    """flash_attention on CuPy arrays, with out= poisoned by NaN before its first call."""
+def torch_to_host(tensor: Any) -> np.ndarray:
+    """A torch tensor as a NumPy array of the same dtype, moved as raw integers."""
+    import torch
+
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    host: np.ndarray = tensor.contiguous().view(bits).cpu().numpy()
+    return host.view(numpy_dtype(str(tensor.dtype).removeprefix("torch.")))
+
+
+def release() -> None:
+    """Give the memory that both libraries keep for reuse back to the card: they share it."""
     import cupy
 
-    def prepare(sets: list[Inputs], causal: bool, timer: Timer) -> list[Call]:
+    gc.collect()
+    cupy.get_default_memory_pool().free_all_blocks()
+    if "torch" in sys.modules:
+        sys.modules["torch"].cuda.empty_cache()
+
+
+def cufa2_contestants(direction: Direction, options: dict[str, Any]) -> list[Contestant]:
+    """cufa2 on CuPy arrays; the backward pass both ways. options: more keyword arguments."""
+    import cupy
+
+    def poisoned(shape: tuple[int, ...], dtype: Any) -> Any:
+        array = cupy.empty(shape, dtype)
+        array.data.memset_async(0xFF, array.nbytes)  # all ones is NaN in every float type
+        return array
+
+    def forward(sets: list[Inputs], causal: bool, timer: Timer) -> list[Call]:
         calls: list[Call] = []
         for q, k, v in sets:
-            out = cupy.empty((*q.shape[:3], v.shape[3]), q.dtype)
-            out.data.memset_async(0xFF, out.nbytes)  # all ones is NaN in every float type
-            calls.append(partial(flash_attention, q, k, v, causal=causal, out=out))
+            out = poisoned((*q.shape[:3], v.shape[3]), q.dtype)
+            calls.append(partial(flash_attention, q, k, v, causal=causal, out=out, **options))
         return calls
 
-    return Contestant("cufa2", prepare, lambda o, b, h: to_host(o[b, :, h]))
+    def backward(
+        deterministic: bool, sets: list[Inputs], causal: bool, timer: Timer
+    ) -> list[Call]:
+        calls: list[Call] = []
+        for q, k, v, do in sets:
+            o, lse = flash_attention(q, k, v, causal=causal, return_lse=True, **options)
+            call = partial(flash_attention_backward, do, q, k, v, o, lse, causal=causal)
+            calls.append(partial(call, deterministic=deterministic, **options))
+        spare = [poisoned(x.shape, x.dtype) for x in sets[0][:3]]
+        spare.clear()  # the pool makes the first call's results of this memory
+        return calls
+
+    def rows(x: Any, b: int, h: int) -> np.ndarray:
+        return to_host(x[b, :, h])
+
+    if direction == "forward":
+        return [Contestant("cufa2", forward, rows)]
+    return [
+        Contestant("cufa2", partial(backward, False), rows),
+        Contestant("cufa2-det", partial(backward, True), rows),
+    ]
 
 
-def torch_peers() -> tuple[list[Contestant], list[str]]:
-    """Peers that PyTorch brings and FA3, and a note for each that is missing."""
+def torch_peers(direction: Direction, dtype: str) -> tuple[list[Contestant], list[str]]:
+    """The peers for a dtype, which PyTorch and FA3 bring, and notes on what is missing."""
     try:
         import torch
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-        from torch.nn.functional import scaled_dot_product_attention as sdpa
+        from torch.nn.attention import SDPBackend
     except (ImportError, OSError) as e:
         return [], [f"no peers: PyTorch cannot be imported ({e})"]
     if not torch.cuda.is_available():
         return [], ["no peers: this PyTorch sees no GPU"]
+    torch.set_float32_matmul_precision("highest")  # no TF32
+    if dtype == "float64":
+        return [plain_peer()], []
+    if dtype == "float32":
+        return [sdpa_peer("torch-efficient", SDPBackend.EFFICIENT_ATTENTION)], []
+    fa3, notes = fa3_peers(direction)
+    fa2 = sdpa_peer("torch-fa2", SDPBackend.FLASH_ATTENTION)
+    return [fa2, sdpa_peer("cudnn", SDPBackend.CUDNN_ATTENTION), *fa3], notes
 
-    def head(o: Any, b: int, h: int) -> np.ndarray:
-        rows: np.ndarray = o[b, h].contiguous().view(torch.int16).cpu().numpy()
-        return rows.view(numpy_dtype(str(o.dtype).removeprefix("torch.")))
 
-    def sdpa_peer(name: str, backend: Any) -> Contestant:
-        def context() -> contextlib.AbstractContextManager[Any]:
-            stack = contextlib.ExitStack()
-            stack.enter_context(sdpa_kernel(backend))
-            stack.enter_context(torch.no_grad())
-            return stack
+def torch_call(attention: Callable[..., Any], q: Any, k: Any, v: Any, do: Any = None) -> Call:
+    """A call of attention(q, k, v), or of its gradients alone if do is given.
 
-        def prepare(sets: list[Inputs], causal: bool, timer: Timer) -> list[Call]:
-            """(B, H, S, D) tensors in both storage orders; the faster order races."""
-            views = [[to_torch(x).transpose(1, 2) for x in qkv] for qkv in sets]
-            packed = [[x.contiguous() for x in qkv] for qkv in views]
-            gqa = sets[0][0].shape[2] != sets[0][1].shape[2]
+    The graph is kept and nothing is accumulated: each call of the latter runs the backward
+    kernels once, on the stream of the forward pass, and returns new (dq, dk, dv).
+    """
+    if do is None:
+        return partial(attention, q, k, v)
+    import torch
 
-            def calls(tensors: list[list[Any]]) -> list[Call]:
-                return [partial(sdpa, *qkv, is_causal=causal, enable_gqa=gqa) for qkv in tensors]
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = attention(*leaves)
+    out = out[0] if isinstance(out, tuple) else out
+    return partial(torch.autograd.grad, out, leaves, do, retain_graph=True)
 
-            with context():
-                return min((calls(views), calls(packed)), key=lambda c: timer(c[0]))
 
-        return Contestant(name, prepare, head, context)
+def sdpa_peer(name: str, backend: Any) -> Contestant:
+    """One back end of torch's scaled_dot_product_attention."""
+    from torch.nn.attention import sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-    peers = [
-        sdpa_peer("torch-fa2", SDPBackend.FLASH_ATTENTION),
-        sdpa_peer("cudnn", SDPBackend.CUDNN_ATTENTION),
-    ]
-    notes = []
-    fa3, name = import_first(FA3_MODULES, "flash_attn_func")
+    def prepare(sets: list[Inputs], causal: bool, timer: Timer) -> list[Call]:
+        """(B, H, S, D) tensors in both storage orders; the faster order races."""
+        gqa = sets[0][0].shape[2] != sets[0][1].shape[2]
+        attention = partial(sdpa, is_causal=causal, enable_gqa=gqa)
+        views = [[to_torch(x).transpose(1, 2) for x in arrays] for arrays in sets]
+        packed = [[x.contiguous() for x in tensors] for tensors in views]
+        with sdpa_kernel(backend):
+            choices = [[torch_call(attention, *x) for x in order] for order in (views, packed)]
+            return min(choices, key=lambda calls: timer(calls[0]))
+
+    return Contestant(
+        name, prepare, lambda x, b, h: torch_to_host(x[b, h]), partial(sdpa_kernel, backend)
+    )
+
+
+def fa3_peers(direction: Direction) -> tuple[list[Contestant], list[str]]:
+    """FlashAttention-3, if a build with this pass can be imported and the card is a Hopper."""
+    import torch
+
+    modules = FA3_MODULES if direction == "forward" else FA3_MODULES[1:]
+    fa3, name = import_first(modules, "flash_attn_func")
     if fa3 is None:
-        notes.append("no FlashAttention-3: none of its modules is importable (PyPI: fa3-fwd)")
-    elif torch.cuda.get_device_capability()[0] != 9:
-        notes.append("no FlashAttention-3: it runs on Hopper cards only")
-    else:
-        notes.append(f"FlashAttention-3 is {name}")
+        tried = f"none of {', '.join(modules)} can be imported"
+        hint = "PyPI: fa3-fwd" if direction == "forward" else "the wheel fa3-fwd has no backward"
+        return [], [f"no FlashAttention-3 {direction}: {tried} ({hint})"]
+    if torch.cuda.get_device_capability()[0] != 9:
+        return [], ["no FlashAttention-3: it runs on Hopper cards only"]
 
-        def prepare(sets: list[Inputs], causal: bool, timer: Timer) -> list[Call]:
-            tensors = [[to_torch(x) for x in qkv] for qkv in sets]
-            return [partial(fa3, *qkv, causal=causal) for qkv in tensors]
+    def prepare(sets: list[Inputs], causal: bool, timer: Timer) -> list[Call]:
+        attention = partial(fa3, causal=causal)
+        return [torch_call(attention, *(to_torch(x) for x in arrays)) for arrays in sets]
 
-        def bshd_head(o: Any, b: int, h: int) -> np.ndarray:
-            return head((o[0] if isinstance(o, tuple) else o).transpose(1, 2), b, h)
+    peer = Contestant("fa3", prepare, lambda x, b, h: torch_to_host(x[b, :, h]))
+    return [peer], [f"FlashAttention-3 is {name}"]
 
-        peers.append(Contestant("fa3", prepare, bshd_head, torch.no_grad))
-    return peers, notes
+
+def plain_peer() -> Contestant:
+    """Unfused PyTorch: two matrix products around a softmax; H = Hk.
+
+    It works on as many heads at a time as keep their scores within PLAIN_BYTES. The backward pass
+    keeps the probabilities of all heads, as autograd does.
+    """
+    import torch
+
+    def attention(mask: Any, q: Any, k: Any, v: Any) -> Any:
+        """softmax(mask(q k^T / sqrt(D))) v for q, k, v (heads, S, D), mask (Sq, Sk) or None."""
+        s = torch.bmm(q * q.shape[2] ** -0.5, k.transpose(1, 2))
+        if mask is not None:
+            s.masked_fill_(mask, float("-inf"))
+        return torch.bmm(torch.softmax(s, -1), v)
+
+    def in_turn(parts: list[Call], heads: tuple[int, int]) -> tuple[Any, ...]:
+        """Results (B, H, S, D) of calls that do some heads each."""
+        done = [part() for part in parts]
+        results = zip(*(x if isinstance(x, tuple) else (x,) for x in done), strict=True)
+        joined = (x[0] if len(x) == 1 else torch.cat(x) for x in results)
+        return tuple(x.unflatten(0, heads) for x in joined)
+
+    def prepare(sets: list[Inputs], causal: bool, timer: Timer) -> list[Call]:
+        (b, sq, h, _), sk = sets[0][0].shape, sets[0][1].shape[1]
+        scores = sq * sk * sets[0][0].itemsize
+        step = max(1, PLAIN_BYTES // scores)
+        if step < b * h:
+            print(f"note: torch-plain works on {step} of {b * h} heads at a time", flush=True)
+        if len(sets[0]) == 4 and len(sets) * b * h * scores > torch.cuda.mem_get_info()[0] // 2:
+            sets = sets[:1]
+        mask = None
+        if causal:
+            device = to_torch(sets[0][0]).device
+            mask = torch.ones(sq, sk, dtype=torch.bool, device=device).triu_(1 + sk - sq)
+        calls: list[Call] = []
+        for arrays in sets:
+            flat = [to_torch(x).transpose(1, 2).flatten(0, 1).contiguous() for x in arrays]
+            parts = zip(*(x.split(step) for x in flat), strict=True)
+            calls.append(
+                partial(in_turn, [torch_call(partial(attention, mask), *x) for x in parts], (b, h))
+            )
+        return calls
+
+    return Contestant("torch-plain", prepare, lambda x, b, h: torch_to_host(x[b, h]))
 
 
 def import_first(modules: tuple[str, ...], attribute: str) -> tuple[Any, str]:

@@ -25,7 +25,7 @@ Run = dict[str, Any]
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "scripts" / "results"
-OURS = "cufa2"
+OURS = "cufa2"  # and with an ending, such as cufa2-det, its other ways of doing the same
 
 # Dense fp16/bf16 tensor-core peak with float32 accumulation in TFLOP/s, from the vendor's data
 # sheets at boost clock; the first pattern found in the card's name counts. No row, no percentage.
@@ -48,9 +48,15 @@ PEAKS = (
 PACKAGES = ("numpy", "ml_dtypes", "torch", "jax", "triton", "fa3-fwd", "flash_attn_3")
 
 
-def peak_tflops(card: str) -> float | None:
+def is_ours(contestant: str) -> bool:
+    """Whether it is cufa2, in whichever way, and not a peer."""
+    return contestant == OURS or contestant.startswith(OURS + "-")
+
+
+def peak_tflops(card: str, dtype: str = "bfloat16") -> float | None:
     """Peak TFLOP/s of the card, or None where the table has no row for it."""
-    return next((peak for part, peak in PEAKS if re.search(rf"\b{part}\b", card)), None)
+    rows = PEAKS if dtype in ("bfloat16", "float16") else ()
+    return next((peak for part, peak in rows if re.search(rf"\b{part}\b", card)), None)
 
 
 def geomean(values: list[float]) -> float:
@@ -71,7 +77,7 @@ def ratio(row: Row, peer: str) -> float | None:
 
 
 def geomeans(rows: list[Row], contestants: list[str]) -> dict[str, dict[str, float]]:
-    """Per peer: geometric mean of the ratio for each head dim, over all cases, and its minimum."""
+    """Geometric means of the ratio to each other contestant, per head dim and of all; minimum."""
     result: dict[str, dict[str, float]] = {}
     for peer in contestants:
         pairs = [(row["head_dim"], r) for row in rows if (r := ratio(row, peer)) is not None]
@@ -183,12 +189,13 @@ def show_environment(env: dict[str, Any]) -> None:
 
 
 def stem(run: Run, folder: Path = RESULTS) -> Path:
-    """Path without ending for a run's files: card, pass, date and commit."""
-    env = run["environment"]
+    """Path without ending for a run's files: card, pass, dtype unless bfloat16, date, commit."""
+    env, dtype = run["environment"], run["settings"]["dtype"]
     card = re.sub(r"[^a-z0-9]+", "-", env["card"].lower()).strip("-")
     date = re.sub(r"[^0-9]", "", env["date"][:16])
     commit = (env["commit"][:8] or "nogit") + ("-dirty" if env["dirty"] else "")
-    return folder / f"{card}_{run['pass']}_{date}_{commit}"
+    what = run["pass"] + ("" if dtype == "bfloat16" else f"-{dtype}")
+    return folder / f"{card}_{what}_{date}_{commit}"
 
 
 def save(run: Run, path: Path) -> None:
@@ -202,22 +209,32 @@ def save(run: Run, path: Path) -> None:
 
 
 def table(run: Run) -> str:
-    """Cases against contestants: microseconds, TFLOP/s, share of the peak, ratios; then means."""
-    peers = [c for c in run["contestants"] if c != OURS]
-    peak = peak_tflops(run["environment"]["card"])
+    """Cases against contestants: microseconds, TFLOP/s, share of the peak, ratios; then means.
+
+    Last, where they were measured, the largest errors against float64.
+    """
+    contestants = run["contestants"]
+    others = [c for c in contestants if c != OURS]
+    peak = peak_tflops(run["environment"]["card"], run["settings"]["dtype"])
     head = f"{'case':24s}{OURS + ' us':>10s}{'TFLOP/s':>9s}" + (f"{'peak':>6s}" if peak else "")
-    lines = [head + "".join(f"{p:>12s}{'x':>7s}" for p in peers)]
+    lines = [head + "".join(f"{c:>16s}{'x':>7s}" for c in others)]
     for row in run["rows"]:
         rate = tflops(row, OURS)
         line = f"{row['case']:24s}{row['us'][OURS]:10.1f}{rate:9.1f}"
         line += f"{100 * (rate or 0) / peak:5.0f}%" if peak else ""
-        for peer in peers:
-            theirs, times = tflops(row, peer), ratio(row, peer)
-            line += f"{theirs:12.1f}{times:7.2f}" if theirs and times else f"{'-':>12s}{'-':>7s}"
+        for other in others:
+            theirs, times = tflops(row, other), ratio(row, other)
+            line += f"{theirs:16.1f}{times:7.2f}" if theirs and times else f"{'-':>16s}{'-':>7s}"
         lines.append(line)
     lines.append("geometric mean of the ratio (above 1: cufa2 is faster)")
-    for peer, means in geomeans(run["rows"], run["contestants"]).items():
-        lines.append(f"  {peer:12s}" + "  ".join(f"{k} {v:.3f}" for k, v in means.items()))
+    for other, means in geomeans(run["rows"], contestants).items():
+        lines.append(f"  {other:16s}" + "  ".join(f"{k} {v:.3f}" for k, v in means.items()))
+    if any(row.get("error") for row in run["rows"]):
+        lines.append(f"{'largest error':24s}" + "".join(f"{c:>16s}" for c in contestants))
+        for row in run["rows"]:
+            errors = (row.get("error", {}).get(c) for c in contestants)
+            cells = ("-" if e is None else f"{e:.2e}" for e in errors)
+            lines.append(f"{row['case']:24s}" + "".join(f"{cell:>16s}" for cell in cells))
     return "\n".join(lines)
 
 

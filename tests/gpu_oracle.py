@@ -1,14 +1,16 @@
 """What the GPU tests share: inputs, a naive oracle that runs on the card, and hand-made DLPack.
 
-The oracle is one small CUDA kernel written from the formulas, one block per query row and one
-loop per sum. In float64 it is the truth; with every step rounded to the inputs' type it is what
-unfused 16-bit code computes. It reads arrays through their strides and can do chosen rows only,
-so that tensors of billions of elements are checked where they lie. CuPy is imported by the
-functions that need it: collecting the tests needs no GPU.
+The oracle is a few small CUDA kernels written from the formulas, one block per query row or key
+and one loop per sum. In float64 (for float64 inputs in pairs of them, about 106 bits) it is the
+truth; with every step rounded to the inputs' type it is what unfused code computes. It reads
+arrays through their strides, and the forward can do chosen rows only, so that tensors of billions
+of elements are checked where they lie. CuPy is imported by the functions that need it: collecting
+the tests needs no GPU.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -17,13 +19,13 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cufa2 import compiler, device, plan
-from cufa2.kernels import KERNELS, MASKS, SCORES, Tile, Variant
-from cufa2.testing import assert_accurate, assert_lse, numpy_dtype
+from cufa2.kernels import KERNELS, MASKS, SCORES, Kernel, Tile, Variant
+from cufa2.testing import assert_accurate, assert_lse, gradient_noise, numpy_dtype
 
 DTYPES = ("float16", "bfloat16")
 NAN_BITS = 0xFFFF  # a NaN in float16 and in bfloat16
@@ -40,39 +42,177 @@ UNEQUAL = (
     (256, 192, "bfloat16"),
 )
 
+# For the backward pass each also in one of its two ways only: deterministic or not.
+UNEQUAL_BACKWARD = (
+    (64, 32, "float16", False),
+    (192, 128, "bfloat16", True),
+    (64, 256, "float16", True),
+    (128, 96, "bfloat16", False),
+)
+# One for each mask policy.
+MASK_OPTIONS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "left": {"window": (37, None)},
+    "local": {"window": (50, 21)},
+}
+
+# Compiled with ELEMENT, the type of the inputs; WIDE, the type in which everything is computed;
+# and LOW, 1 to round every step to ELEMENT.
 _SOURCE = r"""
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef long long i64;
 
-struct Meta {
-  i64 q[4], k[4], v[4];  // element strides of the (batch, row, head, dim) axes
-  i64 seqlen_q, seqlen_k, heads, group, dim, dim_v, left, right, top_left, bfloat;
-};
+struct f16 { u16 bits; };
+struct bf16 { u16 bits; };
 
-__device__ float widen(u16 bits, bool bfloat) {
-  if (bfloat) return __uint_as_float((u32)bits << 16);
+__device__ float widen(f16 x) {
   float f;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(bits));
+  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(x.bits));
   return f;
 }
+__device__ float widen(bf16 x) { return __uint_as_float((u32)x.bits << 16); }
+__device__ float widen(float x) { return x; }
+__device__ double widen(double x) { return x; }
 
-__device__ u16 narrow(float f, bool bfloat) {
-  u16 bits;
-  if (bfloat) asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(f));
-  else asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(f));
-  return bits;
+__device__ void narrow(float f, f16& x) {
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(x.bits) : "f"(f));
+}
+__device__ void narrow(float f, bf16& x) {
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(x.bits) : "f"(f));
+}
+__device__ void narrow(float f, float& x) { x = f; }
+__device__ void narrow(double f, double& x) { x = f; }
+
+// The unevaluated sum of two doubles, of about 106 bits: what float64 is measured against. An
+// infinity or a NaN is in hi, with lo = 0. The intrinsics keep the compiler from fusing what must
+// be rounded.
+struct Two {
+  double hi, lo;
+  Two() = default;
+  __device__ Two(double x) : hi(x), lo(0) {}
+  __device__ Two(double x, double y) : hi(x), lo(y) {}
+};
+__device__ double add(double a, double b) { return __dadd_rn(a, b); }
+__device__ double times(double a, double b) { return __dmul_rn(a, b); }
+__device__ Two joined(double hi, double lo) {  // |hi| >= |lo|
+  if (!isfinite(hi)) return Two(hi);
+  const double sum = add(hi, lo);
+  return Two(sum, add(lo, -add(sum, -hi)));
+}
+__device__ Two exact_sum(double a, double b) {
+  const double sum = add(a, b), part = add(sum, -a);
+  if (!isfinite(sum)) return Two(sum);
+  return Two(sum, add(add(a, -add(sum, -part)), add(b, -part)));
+}
+__device__ Two operator-(Two a) { return Two(-a.hi, -a.lo); }
+__device__ Two operator+(Two a, Two b) {
+  const Two high = exact_sum(a.hi, b.hi), low = exact_sum(a.lo, b.lo);
+  const Two sum = joined(high.hi, add(high.lo, low.hi));
+  return joined(sum.hi, add(sum.lo, low.lo));
+}
+__device__ Two operator-(Two a, Two b) { return a + -b; }
+__device__ Two operator*(Two a, Two b) {
+  const double product = times(a.hi, b.hi);
+  if (!isfinite(product)) return Two(product);
+  const double cross = add(times(a.hi, b.lo), times(a.lo, b.hi));
+  return joined(product, add(fma(a.hi, b.hi, -product), cross));
+}
+__device__ Two operator/(Two a, Two b) {
+  const double first = a.hi / b.hi;
+  if (!isfinite(first) || !isfinite(b.hi)) return Two(first);
+  const Two rest = a - b * Two(first);
+  const double second = rest.hi / b.hi, third = (rest - b * Two(second)).hi / b.hi;
+  return joined(first, second) + Two(third);
+}
+__device__ Two& operator+=(Two& a, Two b) { return a = a + b; }
+__device__ bool operator==(Two a, Two b) { return a.hi == b.hi && a.lo == b.lo; }
+__device__ bool operator!=(Two a, Two b) { return !(a == b); }
+__device__ bool operator>(Two a, Two b) { return a.hi > b.hi || (a.hi == b.hi && a.lo > b.lo); }
+
+__device__ Two exp(Two x) {
+  if (!(x.hi <= 709.0)) return Two(exp(x.hi));
+  if (x.hi < -745.2) return Two(0);
+  const double n = rint(x.hi * 1.4426950408889634);
+  const Two log_2(0.6931471805599453, 2.3190468138462996e-17);
+  const Two small = (x - log_2 * Two(n)) * Two(0x1p-8);
+  Two less_one(0);  // exp(small) - 1 by its series, then squared up
+  for (int i = 11; i > 0; --i) less_one = small * (Two(1) + less_one) / Two(i);
+  for (int i = 0; i < 8; ++i) less_one = less_one * (less_one + Two(2));
+  const Two whole = less_one + Two(1);
+  return Two(ldexp(whole.hi, (int)n), ldexp(whole.lo, (int)n));
+}
+__device__ Two log(Two x) {
+  const double y = log(x.hi);
+  return isfinite(y) ? Two(y) + (x * exp(Two(-y)) - Two(1)) : Two(y);  // one step of Newton
+}
+__device__ Two tanh(Two x) {
+  if (!(fabs(x.hi) <= 40.0)) return Two(tanh(x.hi));
+  if (fabs(x.hi) < 1e-3) {
+    const Two y = x * x;
+    const Two series = Two(-17) / Two(315) + y * (Two(62) / Two(2835));
+    return x + x * y * (Two(-1) / Two(3) + y * (Two(2) / Two(15) + y * series));
+  }
+  const Two e = exp(x + x);
+  return (e - Two(1)) / (e + Two(1));
 }
 
-template <class W> struct Step;
-template <> struct Step<double> {
-  static __device__ double round(double x, bool) { return x; }
+typedef ELEMENT E;
+typedef WIDE W;
+
+__device__ double as_double(float x) { return x; }
+__device__ double as_double(double x) { return x; }
+__device__ double as_double(Two x) { return x.hi; }
+
+__device__ W load(const E* x) { return (W)widen(*x); }
+
+template <int LOW_, class Wide> struct Step {
+  static __device__ Wide round(Wide x) { return x; }
 };
-template <> struct Step<float> {
-  static __device__ float round(float x, bool bfloat) { return widen(narrow(x, bfloat), bfloat); }
+template <class Wide> struct Step<1, Wide> {
+  static __device__ Wide round(Wide x) {
+    E y;
+    narrow(x, y);
+    return widen(y);
+  }
+};
+__device__ W rounded(W x) { return Step<LOW, W>::round(x); }
+
+struct Meta {
+  i64 q[4], k[4], v[4], g[4];  // element strides of the (batch, row, head, dim) axes; g is dO
+  i64 seqlen_q, seqlen_k, heads, group, dim, dim_v, left, right, top_left;
 };
 
-template <class W> __device__ W block_sum(W x, W* shared) {
+// Keys [begin, end) are those that row i sees; rows [begin, end) those that see key i.
+struct Range { i64 begin, end; };
+
+__device__ Range seen(i64 at, i64 before, i64 behind, i64 length) {
+  Range range = {0, length};
+  if (before >= 0 && at - before > 0) range.begin = at - before;
+  if (behind >= 0 && at + behind + 1 < length) range.end = at + behind + 1;
+  return range;
+}
+
+// Lengths of one batch entry; query i sits at key i + shift.
+struct Lengths {
+  i64 q, k, shift;
+  __device__ Lengths(const Meta& m, const int* lens_q, const int* lens_k, i64 b)
+      : q(lens_q ? lens_q[b] : m.seqlen_q), k(lens_k ? lens_k[b] : m.seqlen_k),
+        shift(m.top_left ? 0 : k - q) {}
+  __device__ Range keys(const Meta& m, i64 i) const {
+    Range range = seen(i + shift, m.left, m.right, k);
+    if (i >= q) range.end = range.begin;
+    return range;
+  }
+  __device__ Range rows(const Meta& m, i64 j) const {
+    Range range = seen(j - shift, m.right, m.left, q);
+    if (j >= k) range.end = range.begin;
+    return range;
+  }
+};
+
+__device__ W block_sum(W x, W* shared) {
   shared[threadIdx.x] = x;
   __syncthreads();
   for (int n = blockDim.x / 2; n > 0; n /= 2) {
@@ -84,9 +224,9 @@ template <class W> __device__ W block_sum(W x, W* shared) {
   return total;
 }
 
-template <class W> __device__ W larger(W a, W b) { return (b != b || b > a) ? b : a; }
+__device__ W larger(W a, W b) { return (b != b || b > a) ? b : a; }
 
-template <class W> __device__ W block_max(W x, W* shared) {
+__device__ W block_max(W x, W* shared) {
   shared[threadIdx.x] = x;
   __syncthreads();
   for (int n = blockDim.x / 2; n > 0; n /= 2) {
@@ -99,10 +239,27 @@ template <class W> __device__ W block_max(W x, W* shared) {
   return top;
 }
 
-template <class W>
-__device__ void attend(const u16* q, const u16* k, const u16* v, double* o, double* lse, W* scores,
-                       const int* lens_q, const int* lens_k, const i64* rows, const Meta* meta,
-                       double scale, double softcap) {
+__device__ W minus_inf() { return (W)(-__int_as_float(0x7f800000)); }
+
+__device__ W dot(const E* x, i64 x_stride, const E* y, i64 y_stride, i64 n) {
+  W sum = 0;
+  for (i64 d = 0; d < n; ++d) sum += load(x + d * x_stride) * load(y + d * y_stride);
+  return sum;
+}
+
+// The logit of a product q.k, and in `slope` the derivative of the softcap there.
+__device__ W logit(W product, W scale, W softcap, W& slope) {
+  const W x = rounded(rounded(product) * scale);
+  slope = 1;
+  if (!(softcap > 0)) return x;
+  const W t = rounded(tanh(rounded(x / softcap)));
+  slope = (W)1 - t * t;
+  return rounded(t * softcap);
+}
+
+extern "C" __global__ void attend(
+    const E* q, const E* k, const E* v, double* o, double* lse, W* scores, const int* lens_q,
+    const int* lens_k, const i64* rows, const Meta* meta, double scale, double softcap) {
   __shared__ W shared[128];
   const Meta m = *meta;
   const i64 n = blockIdx.x;
@@ -110,64 +267,122 @@ __device__ void attend(const u16* q, const u16* k, const u16* v, double* o, doub
   if (rows) { b = rows[3 * n]; h = rows[3 * n + 1]; i = rows[3 * n + 2]; }
   // Results: (B, Sq, H, Dv) and (B, H, Sq), or in the order of `rows`.
   o += (rows ? n : (b * m.seqlen_q + i) * m.heads + h) * m.dim_v;
-  const i64 lq = lens_q ? lens_q[b] : m.seqlen_q, lk = lens_k ? lens_k[b] : m.seqlen_k;
-  const i64 at = i + (m.top_left ? 0 : lk - lq);
-  i64 begin = 0, end = lk;
-  if (m.left >= 0 && at - m.left > begin) begin = at - m.left;
-  if (m.right >= 0 && at + m.right + 1 < end) end = at + m.right + 1;
-  if (i >= lq) end = begin;
+  const auto [begin, end] = Lengths(m, lens_q, lens_k, b).keys(m, i);
   q += b * m.q[0] + i * m.q[1] + h * m.q[2];
   k += b * m.k[0] + h / m.group * m.k[2];
   v += b * m.v[0] + h / m.group * m.v[2];
   W* s = scores + n * m.seqlen_k;
-  W top = -__int_as_float(0x7f800000);
+  W top = minus_inf(), slope;
   for (i64 j = begin + threadIdx.x; j < end; j += blockDim.x) {
-    W x = 0;
-    for (i64 d = 0; d < m.dim; ++d)
-      x += (W)widen(q[d * m.q[3]], m.bfloat) * (W)widen(k[j * m.k[1] + d * m.k[3]], m.bfloat);
-    x = Step<W>::round(Step<W>::round(x, m.bfloat) * (W)scale, m.bfloat);
-    if (softcap > 0) {
-      x = Step<W>::round(tanh(Step<W>::round(x / (W)softcap, m.bfloat)), m.bfloat);
-      x = Step<W>::round(x * (W)softcap, m.bfloat);
-    }
-    s[j] = x;
-    top = larger(top, x);
+    const W product = dot(q, m.q[3], k + j * m.k[1], m.k[3], m.dim);
+    s[j] = logit(product, (W)scale, (W)softcap, slope);
+    top = larger(top, s[j]);
   }
   top = block_max(top, shared);
-  const bool empty = top == -__int_as_float(0x7f800000);
+  const bool empty = top == minus_inf();
   W sum = 0;
   for (i64 j = begin + threadIdx.x; j < end; j += blockDim.x) {
     s[j] = exp(s[j] - top);
     sum += s[j];
   }
   sum = block_sum(sum, shared);
-  if (threadIdx.x == 0) lse[n] = empty ? (double)top : (double)(top + log(sum));
-  for (i64 j = begin + threadIdx.x; j < end; j += blockDim.x)
-    s[j] = Step<W>::round(s[j] / sum, m.bfloat);
+  if (threadIdx.x == 0) lse[n] = as_double(empty ? top : top + log(sum));
+  for (i64 j = begin + threadIdx.x; j < end; j += blockDim.x) s[j] = rounded(s[j] / sum);
   __syncthreads();
   for (i64 d = threadIdx.x; d < m.dim_v; d += blockDim.x) {
     W x = 0;
     if (!empty) {
 #pragma unroll 8
-      for (i64 j = begin; j < end; ++j)
-        x += s[j] * (W)widen(v[j * m.v[1] + d * m.v[3]], m.bfloat);
+      for (i64 j = begin; j < end; ++j) x += s[j] * load(v + j * m.v[1] + d * m.v[3]);
     }
-    o[d] = Step<W>::round(x, m.bfloat);
+    o[d] = as_double(rounded(x));
   }
 }
 
-extern "C" __global__ void attend_truth(
-    const u16* q, const u16* k, const u16* v, double* o, double* lse, double* scores,
-    const int* lens_q, const int* lens_k, const i64* rows, const Meta* meta, double scale,
+// A block per query row: its weights P, its dS times the scale, and dq (B, Sq, H, D). `dead` says
+// whether it sees nothing. work: (3, B * H * Sq, Sk).
+extern "C" __global__ void gradient_rows(
+    const E* q, const E* k, const E* v, const E* g, const double* dlse, double* dq, int* dead,
+    W* work, const int* lens_q, const int* lens_k, const Meta* meta, double scale,
     double softcap) {
-  attend<double>(q, k, v, o, lse, scores, lens_q, lens_k, rows, meta, scale, softcap);
+  __shared__ W shared[128];
+  const Meta m = *meta;
+  const i64 n = blockIdx.x, whole = gridDim.x * m.seqlen_k;
+  const i64 b = n / (m.heads * m.seqlen_q), h = n / m.seqlen_q % m.heads, i = n % m.seqlen_q;
+  dq += ((b * m.seqlen_q + i) * m.heads + h) * m.dim;
+  const auto [begin, end] = Lengths(m, lens_q, lens_k, b).keys(m, i);
+  q += b * m.q[0] + i * m.q[1] + h * m.q[2];
+  g += b * m.g[0] + i * m.g[1] + h * m.g[2];
+  k += b * m.k[0] + h / m.group * m.k[2];
+  v += b * m.v[0] + h / m.group * m.v[2];
+  W *p = work + n * m.seqlen_k, *ds = p + whole, *slope = ds + whole;
+  W top = minus_inf();
+  for (i64 j = begin + threadIdx.x; j < end; j += blockDim.x) {
+    const W product = dot(q, m.q[3], k + j * m.k[1], m.k[3], m.dim);
+    p[j] = logit(product, (W)scale, (W)softcap, slope[j]);
+    ds[j] = rounded(dot(g, m.g[3], v + j * m.v[1], m.v[3], m.dim_v));  // dP, for now
+    top = larger(top, p[j]);
+  }
+  top = block_max(top, shared);
+  const bool empty = top == minus_inf();
+  if (threadIdx.x == 0) dead[n] = empty;
+  if (empty) return;  // dq is zero already
+  W sum = 0;
+  for (i64 j = begin + threadIdx.x; j < end; j += blockDim.x) sum += exp(p[j] - top);
+  sum = block_sum(sum, shared);
+  const W lse = top == -minus_inf() ? top : top + log(sum);
+  W delta = 0;
+  for (i64 j = begin + threadIdx.x; j < end; j += blockDim.x) {
+    p[j] = rounded(exp(p[j] - lse));
+    delta += p[j] * ds[j];
+  }
+  const W shift = (dlse ? (W)dlse[n] : (W)0) - block_sum(delta, shared);
+  for (i64 j = begin + threadIdx.x; j < end; j += blockDim.x) {
+    const W x = rounded(p[j] * (ds[j] + shift));
+    ds[j] = rounded(rounded(x * slope[j]) * (W)scale);
+  }
+  __syncthreads();
+  for (i64 d = threadIdx.x; d < m.dim; d += blockDim.x) {
+    W x = 0;
+#pragma unroll 8
+    for (i64 j = begin; j < end; ++j) x += ds[j] * load(k + j * m.k[1] + d * m.k[3]);
+    dq[d] = as_double(rounded(x));
+  }
 }
 
-extern "C" __global__ void attend_plain(
-    const u16* q, const u16* k, const u16* v, double* o, double* lse, float* scores,
-    const int* lens_q, const int* lens_k, const i64* rows, const Meta* meta, double scale,
-    double softcap) {
-  attend<float>(q, k, v, o, lse, scores, lens_q, lens_k, rows, meta, scale, softcap);
+// A block per key, after gradient_rows: dk (B, Sk, Hk, D) and dv (B, Sk, Hk, Dv), summed over the
+// heads of a group. `unseen` says whether no row sees the key.
+extern "C" __global__ void gradient_keys(
+    const E* q, const E* g, double* dk, double* dv, const int* dead, int* unseen, const W* work,
+    const int* lens_q, const int* lens_k, const Meta* meta) {
+  const Meta m = *meta;
+  const i64 n = blockIdx.x, heads = m.heads / m.group;
+  const i64 b = n / (m.seqlen_k * heads), j = n / heads % m.seqlen_k, head = n % heads;
+  const i64 whole = gridDim.x / heads / m.seqlen_k * m.heads * m.seqlen_q * m.seqlen_k;
+  const auto [begin, end] = Lengths(m, lens_q, lens_k, b).rows(m, j);
+  bool lit = false;
+  for (i64 d = threadIdx.x; d < m.dim || d < m.dim_v; d += blockDim.x) {
+    W sum_k = 0, sum_v = 0;
+    for (i64 h = head * m.group; h < (head + 1) * m.group; ++h) {
+      const i64 row = (b * m.heads + h) * m.seqlen_q;
+      const E *q_row = q + b * m.q[0] + h * m.q[2] + d * m.q[3];
+      const E *g_row = g + b * m.g[0] + h * m.g[2] + d * m.g[3];
+      W x = 0, y = 0;
+#pragma unroll 4
+      for (i64 i = begin; i < end; ++i) {
+        if (dead[row + i]) continue;
+        lit = true;
+        const i64 at = (row + i) * m.seqlen_k + j;
+        if (d < m.dim) x += work[whole + at] * load(q_row + i * m.q[1]);
+        if (d < m.dim_v) y += work[at] * load(g_row + i * m.g[1]);
+      }
+      sum_k += rounded(x);
+      sum_v += rounded(y);
+    }
+    if (d < m.dim) dk[n * m.dim + d] = as_double(rounded(sum_k));
+    if (d < m.dim_v) dv[n * m.dim_v + d] = as_double(rounded(sum_v));
+  }
+  if (threadIdx.x == 0) unseen[n] = !lit;
 }
 
 __device__ u32 mixed(u32 x) {
@@ -175,14 +390,22 @@ __device__ u32 mixed(u32 x) {
   return x;
 }
 
-// Standard normal numbers times `scale`, from the element's number and a seed.
-extern "C" __global__ void normal(u16* x, i64 n, i64 seed, double scale, i64 bfloat) {
+// A standard normal number times `scale` from 64 random bits.
+template <class T> __device__ void draw(T& x, u32 a, u32 b, double scale) {
+  const float u = (a >> 8) * 0x1p-24f + 0x1p-25f, w = (b >> 8) * 0x1p-24f;
+  narrow((float)scale * sqrtf(-2.0f * logf(u)) * cosf(6.2831853f * w), x);
+}
+__device__ void draw(double& x, u32 a, u32 b, double scale) {
+  x = scale * sqrt(-2.0 * log((a + 0.5) * 0x1p-32)) * cospi(b * 0x1p-31);
+}
+
+// From the element's number and a seed.
+extern "C" __global__ void normal(E* x, i64 n, i64 seed, double scale) {
   const i64 step = (i64)gridDim.x * blockDim.x;
   for (i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x; i < n; i += step) {
     const u32 a = mixed((u32)i ^ mixed((u32)(i >> 32) + (u32)seed * 0x9e3779b9u));
     const u32 b = mixed(a + 0x68e31da4u);
-    const float u = (a >> 8) * 0x1p-24f + 0x1p-25f, w = (b >> 8) * 0x1p-24f;
-    x[i] = narrow((float)scale * sqrtf(-2.0f * logf(u)) * cosf(6.2831853f * w), bfloat);
+    draw(x[i], a, b, scale);
   }
 }
 
@@ -194,11 +417,29 @@ extern "C" __global__ void spin(i64 nanoseconds) {
 """
 
 
+_ELEMENTS = {"float16": "f16", "bfloat16": "bf16", "float32": "float", "float64": "double"}
+_WIDER = {"float16": "double", "bfloat16": "double", "float32": "double", "float64": "Two"}
+_THREADS = 128
+
+
 @functools.cache
-def _kernel(name: str) -> Any:
+def _module(dtype: str, low: bool) -> Any:
+    """_SOURCE for inputs of `dtype`: the truth, or with every step rounded to it."""
     import cupy
 
-    return cupy.RawModule(code=_SOURCE, options=("--std=c++17",)).get_function(name)
+    wide = _WIDER[dtype] if not low else "double" if dtype == "float64" else "float"
+    sizes = {"ELEMENT": _ELEMENTS[dtype], "WIDE": wide, "LOW": int(low)}
+    options = ("--std=c++17", *(f"-D{key}={value}" for key, value in sizes.items()))
+    return cupy.RawModule(code=_SOURCE, options=options)
+
+
+@functools.cache
+def _kernel(name: str, dtype: str = "float16", low: bool = True) -> Any:
+    return _module(dtype, low).get_function(name)
+
+
+def _wide_bytes(dtype: str, low: bool) -> int:
+    return (8 if dtype == "float64" else 4) if low else 16 if dtype == "float64" else 8
 
 
 def spin(milliseconds: float) -> None:
@@ -207,18 +448,18 @@ def spin(milliseconds: float) -> None:
 
 
 def empty(shape: tuple[int, ...], dtype: str) -> Any:
-    """An uninitialised CuPy array; 16-bit types are made as bits."""
+    """An uninitialised CuPy array, made as bits: CuPy may not know bfloat16."""
     import cupy
 
     return cupy.empty(shape, f"u{numpy_dtype(dtype).itemsize}").view(numpy_dtype(dtype))
 
 
 def normal(shape: tuple[int, ...], dtype: str, seed: int, scale: float = 1.0) -> Any:
-    """A CuPy array of normal numbers in float16 or bfloat16, the same for the same seed."""
+    """A CuPy array of normal numbers, the same for the same seed."""
     x = empty(shape, dtype)
     if x.size:
-        args = (x.data.ptr, x.size, seed, np.float64(scale), int(dtype == "bfloat16"))
-        _kernel("normal")((min(4096, -(-x.size // 256)),), (256,), args)
+        args = (x.data.ptr, x.size, seed, np.float64(scale))
+        _kernel("normal", dtype)((min(4096, -(-x.size // 256)),), (256,), args)
     return x
 
 
@@ -230,6 +471,11 @@ def bits(x: Any) -> Any:
 def copy(x: Any) -> Any:
     """A contiguous copy of a CuPy array, moved as bits."""
     return bits(x).copy().view(x.dtype)
+
+
+def lse_dtype(dtype: str) -> str:
+    """The dtype of lse for inputs of `dtype`."""
+    return "float64" if dtype == "float64" else "float32"
 
 
 def host(x: Any) -> Any:
@@ -280,32 +526,91 @@ def dense(
     """
     import cupy
 
-    left, right = (-1 if w is None else int(w) for w in window or (None, None))
-    if causal:
-        right = 0 if right < 0 else min(right, 0)
-    (b, sq, h, d), (_, sk, hk, dv) = q.shape, v.shape
-    strides = [s // x.itemsize for x in (q, k, v) for s in x.strides]
-    top_left, bfloat = int(causal == "top_left"), int(q.dtype.name == "bfloat16")
-    meta = [*strides, sq, sk, h, h // max(hk, 1), d, dv, left, right, top_left, bfloat]
+    dtype, (b, sq, h, _), (_, sk, _, dv) = q.dtype.name, q.shape, v.shape
     n = b * h * sq if rows is None else len(rows)
     o = cupy.zeros((b, sq, h, dv) if rows is None else (n, dv), np.float64)
     lse = cupy.zeros((b, h, sq) if rows is None else (n,), np.float64)
     if n:
-        name, wide = ("attend_plain", np.float32) if low else ("attend_truth", np.float64)
-        scale = 1 / math.sqrt(d) if softmax_scale is None else float(softmax_scale)
         args = (
             *(x.data.ptr for x in (q, k, v)),
             o,
             lse,
-            cupy.empty((n, max(sk, 1)), wide),
+            cupy.empty(max(n * sk, 1) * _wide_bytes(dtype, low), np.uint8),
             *(0 if x is None else x.data.ptr for x in (seqlens_q, seqlens_k)),
             0 if rows is None else cupy.asarray(np.ascontiguousarray(rows, np.int64)),
-            cupy.asarray(np.array(meta, np.int64)),
-            np.float64(scale),
-            np.float64(softcap),
+            _meta((q, k, v, v), causal, window),
+            *_scales(q, softmax_scale, softcap),
         )
-        _kernel(name)((n,), (128,), args)
+        _kernel("attend", dtype, low)((n,), (_THREADS,), args)
     return o.get(), lse.get()
+
+
+def dense_backward(
+    do: Any, q: Any, k: Any, v: Any, *, low: bool = False, **options: Any
+) -> tuple[Any, Any, Any]:
+    """dq, dk and dv from the formulas, as float64 NumPy arrays.
+
+    do, q, k, v: CuPy arrays (B, S, H, D), any strides. low: round each step to their dtype.
+    options: causal, window, softmax_scale, softcap, seqlens_q, seqlens_k of `flash_attention`,
+    and dlse (B, H, Sq).
+    """
+    dq, dk, dv, _, _ = _gradients(do, q, k, v, low, **options)
+    return dq, dk, dv
+
+
+def _gradients(
+    do: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    low: bool,
+    *,
+    dlse: Any = None,
+    causal: bool | str = False,
+    window: Any = None,
+    softmax_scale: Any = None,
+    softcap: float = 0.0,
+    seqlens_q: Any = None,
+    seqlens_k: Any = None,
+) -> tuple[Any, ...]:
+    """dq, dk, dv, and which rows (B, Sq, H) see no key and which keys (B, Sk, Hk) no row sees."""
+    import cupy
+
+    dtype, (b, sq, h, _), (_, sk, hk, _) = q.dtype.name, q.shape, k.shape
+    dq, dk, dv = (cupy.zeros(x.shape, np.float64) for x in (q, k, v))
+    dead, unseen = cupy.ones((b, h, sq), np.int32), cupy.ones((b, sk, hk), np.int32)
+    work = cupy.empty(max(3 * b * h * sq * sk, 1) * _wide_bytes(dtype, low), np.uint8)
+    lens = [0 if x is None else x.data.ptr for x in (seqlens_q, seqlens_k)]
+    meta = _meta((q, k, v, do), causal, window)
+    if dlse is not None:
+        dlse = cupy.ascontiguousarray(dlse, np.float64)
+    if dead.size:
+        pointers = (x.data.ptr for x in (q, k, v, do))
+        args = (*pointers, 0 if dlse is None else dlse, dq, dead, work, *lens, meta)
+        scales = _scales(q, softmax_scale, softcap)
+        _kernel("gradient_rows", dtype, low)((dead.size,), (_THREADS,), (*args, *scales))
+    if unseen.size:
+        args = (q.data.ptr, do.data.ptr, dk, dv, dead, unseen, work, *lens, meta)
+        _kernel("gradient_keys", dtype, low)((unseen.size,), (_THREADS,), args)
+    return (*(x.get() for x in (dq, dk, dv)), dead.get().transpose(0, 2, 1) > 0, unseen.get() > 0)
+
+
+def _meta(arrays: tuple[Any, ...], causal: bool | str, window: Any) -> Any:
+    """The kernels' Meta for q, k, v and do."""
+    import cupy
+
+    left, right = (-1 if w is None else int(w) for w in window or (None, None))
+    if causal:
+        right = 0 if right < 0 else min(right, 0)
+    (_, sq, h, d), (_, sk, hk, dv) = arrays[0].shape, arrays[2].shape
+    strides = [s // x.itemsize for x in arrays for s in x.strides]
+    sizes = [sq, sk, h, h // max(hk, 1), d, dv, left, right, int(causal == "top_left")]
+    return cupy.asarray(np.array(strides + sizes, np.int64))
+
+
+def _scales(q: Any, softmax_scale: Any, softcap: float) -> tuple[np.float64, np.float64]:
+    scale = 1 / math.sqrt(q.shape[3]) if softmax_scale is None else float(softmax_scale)
+    return np.float64(scale), np.float64(softcap)
 
 
 def check(
@@ -313,8 +618,8 @@ def check(
 ) -> None:
     """Raise AssertionError unless (o, lse) keep the accuracy rule of the contract.
 
-    o, q, k, v: CuPy arrays (B, S, H, D); lse (B, H, Sq) float32. With rows only those are checked.
-    Rows without a visible key must be exact zeros.
+    o, q, k, v: CuPy arrays (B, S, H, D); lse (B, H, Sq) float32, for float64 inputs float64. With
+    rows only those are checked. Rows without a visible key must be exact zeros.
     """
     exact, exact_lse = dense(q, k, v, rows=rows, **options)
     plain, _ = dense(q, k, v, rows=rows, low=True, **options)
@@ -325,14 +630,61 @@ def check(
         o = cupy.stack([bits(o)[b, i, h] for b, h, i in rows]).view(dtype)
         lse = cupy.stack([lse[b, h, i] for b, h, i in rows])
     o, lse = host(o), host(lse)
-    assert lse.dtype == np.float32, f"{name}: lse is {lse.dtype}"
+    assert lse.dtype.name == lse_dtype(o.dtype.name), f"{name}: lse is {lse.dtype}"
     assert_accurate(o, exact, plain, f"{name}: o")
     assert_lse(lse, exact_lse, o.dtype.name, f"{name}: lse")
     dark = exact_lse == -np.inf
     if rows is None:
         dark = dark.transpose(0, 2, 1)
-    loose = int(np.count_nonzero(o.view(np.uint16)[dark]))
+    loose = int(np.count_nonzero(bits(o)[dark]))
     assert loose == 0, f"{name}: {loose} values of rows without a visible key are not +0"
+
+
+class Gradients(NamedTuple):
+    """What dq, dk and dv must be."""
+
+    exact: tuple[Any, Any, Any]
+    plain: tuple[Any, Any, Any]
+    dead: Any  # (B, Sq, H): rows that see no key
+    unseen: Any  # (B, Sk, Hk): keys that no row sees
+    noise: float  # of dq and dk
+    steps: int  # of a product over Dv on the tensor cores
+
+
+def expected_gradients(do: Any, q: Any, k: Any, v: Any, **options: Any) -> Gradients:
+    """The truth, what plain code makes of it, and where there is none; see `dense_backward`."""
+    *exact, dead, unseen = _gradients(do, q, k, v, False, **options)
+    plain = dense_backward(do, q, k, v, low=True, **options)
+    on_host = [host(x) for x in (do, q, k, v)]
+    grad_o, query, key, value = (np.where(np.isfinite(x), x, x.dtype.type(0)) for x in on_host)
+    scale = options.get("softmax_scale")
+    scale = None if scale is None else float(scale)
+    noise = gradient_noise(grad_o, query, key, value, scale)
+    dq, dk, dv = exact
+    return Gradients((dq, dk, dv), plain, dead, unseen, noise, -(-v.shape[3] // 16))
+
+
+def assert_gradients(grads: Any, expected: Gradients, name: str) -> None:
+    """Raise AssertionError unless dq, dk and dv keep the accuracy rule of the contract.
+
+    grads: CuPy arrays. Rows that see no key, and keys that no row sees, must have exact zeros.
+    Where dq or dk vanishes as a whole, dP - delta is what remains of two sums of Dv products. A
+    tensor core cuts its sum off once every 16 products, so there the noise counts so many times.
+    """
+    dq, dk, dv = (host(x) for x in grads)
+    rules = (("dq", dq, expected.dead), ("dk", dk, expected.unseen), ("dv", dv, expected.unseen))
+    for (which, x, dark), exact, plain in zip(rules, expected.exact, expected.plain, strict=True):
+        noise = 0.0 if which == "dv" else expected.noise
+        if np.nan_to_num(np.abs(exact), posinf=0).max(initial=0) < 2**10 * noise:
+            noise *= expected.steps
+        assert_accurate(x, exact, plain, f"{name}: {which}", noise)
+        loose = int(np.count_nonzero(x[dark].astype(np.float64)))
+        assert loose == 0, f"{name}: {loose} values of {which} that nothing sees are not 0"
+
+
+def check_backward(do: Any, q: Any, k: Any, v: Any, grads: Any, name: str, **options: Any) -> None:
+    """`assert_gradients` of (dq, dk, dv) for the inputs of `dense_backward`."""
+    assert_gradients(grads, expected_gradients(do, q, k, v, **options), name)
 
 
 def assert_same(x: Any, y: Any, name: str) -> None:
@@ -351,13 +703,18 @@ def lengths(*values: int) -> Any:
     return cupy.asarray(np.array(values, np.int32))
 
 
-def foreign_tiles() -> list[tuple[Tile, int]]:
+def main_kernels(direction: str) -> tuple[Kernel, ...]:
+    """The rows of the table that do the main work of a pass."""
+    return tuple(row for row in KERNELS if row.direction == direction and row.stage == "main")
+
+
+def foreign_tiles(kernel: Kernel = FORWARD) -> list[tuple[Tile, int]]:
     """(tile, head dim) pairs that some architecture uses and this card does not."""
-    here = {(v.tile, v.head_dim, v.score) for v in plan.variants(device.info(0))}
+    here = {(v.kernel, v.tile, v.head_dim, v.score) for v in plan.variants(device.info(0))}
     found: dict[tuple[Tile, int], None] = {}
     for arch in device.ARCHS:
         for v in plan.variants(device.info_for_arch(arch)):
-            if v.kernel is FORWARD and (v.tile, v.head_dim, v.score) not in here:
+            if v.kernel is kernel and (kernel, v.tile, v.head_dim, v.score) not in here:
                 found.setdefault((v.tile, v.head_dim))
     return list(found)
 
@@ -365,14 +722,11 @@ def foreign_tiles() -> list[tuple[Tile, int]]:
 def variants_in_use() -> Iterator[Variant]:
     """The kernels that the tests run most, so that they can be compiled side by side first."""
     info = device.info(0)
-    yield from (v for v in plan.variants(info) if v.kernel is FORWARD)
+    yield from plan.variants(info)
     for d, dv, dtype in UNEQUAL:
-        head = SimpleNamespace(shape=(1, 1, 1, d), dtype=dtype)
-        head_v = SimpleNamespace(shape=(1, 1, 1, dv), dtype=dtype)
-        problem = plan_problem(head, head_v)
-        base = plan.choose(problem, info).variant
-        for mask, score in itertools.product(MASKS, SCORES):
-            yield Variant(base.kernel, base.tile, dtype, d, dv, mask, score)
+        yield from _variants_of("forward", d, dv, dtype)
+    for d, dv, dtype, deterministic in UNEQUAL_BACKWARD:
+        yield from _variants_of("backward", d, dv, dtype, deterministic=deterministic)
     for tile, d in foreign_tiles():
         for n, mask in enumerate(MASKS):
             for m, dtype in enumerate(DTYPES):
@@ -380,20 +734,20 @@ def variants_in_use() -> Iterator[Variant]:
                 yield Variant(FORWARD, tile, dtype, d, d, mask, score)
 
 
-def plan_problem(q: Any, v: Any) -> Any:
-    """A plain forward Problem for the head dims and dtype of q and v."""
+def _variants_of(direction: Any, d: int, dv: int, dtype: str, **options: Any) -> Iterator[Variant]:
+    """Every kernel of a pass with these head dims, whatever the mask and the score."""
     from cufa2.problem import Options, make_problem
 
-    return make_problem("forward", Options(), q, q, v)
+    head, head_v = (SimpleNamespace(shape=(1, 1, 1, n), dtype=dtype) for n in (d, dv))
+    for mask, softcap in itertools.product(MASK_OPTIONS.values(), (0.0, 1.0)):
+        made = Options.make(**mask, softcap=softcap, **options)
+        problem = make_problem(direction, made, head, head, head_v)
+        yield from plan.choose(problem, device.info(0)).variants
 
 
 def compile_side_by_side() -> None:
     """Fill the kernel cache with `variants_in_use`, on all cores: NVRTC is slow in one process."""
-    tiles = FORWARD.tiles
-    keys = [
-        (tiles.index(v.tile), v.dtype, v.head_dim, v.head_dim_v, v.mask, v.score)
-        for v in variants_in_use()
-    ]
+    keys = [_key(v) for v in dict.fromkeys(variants_in_use())]
     arch, driver = device.info(0).arch, device.driver_cuda()
     workers = min(len(keys), os.cpu_count() or 1)
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
@@ -402,6 +756,15 @@ def compile_side_by_side() -> None:
             job.result()
 
 
-def _compile(key: tuple[Any, ...], arch: str, driver: Any) -> None:
-    tile, *rest = key
-    compiler.build(Variant(FORWARD, FORWARD.tiles[tile], *rest), arch, driver=driver)
+def _key(variant: Variant) -> dict[str, Any]:
+    """A variant in terms that another process understands: rows of the table are compared by
+    identity there."""
+    fields = {f.name: getattr(variant, f.name) for f in dataclasses.fields(variant)}
+    tile = variant.kernel.tiles.index(variant.tile)
+    return {**fields, "kernel": variant.kernel.name, "tile": tile}
+
+
+def _compile(key: dict[str, Any], arch: str, driver: Any) -> None:
+    kernel = next(row for row in KERNELS if row.name == key["kernel"])
+    variant = Variant(**{**key, "kernel": kernel, "tile": kernel.tiles[key["tile"]]})
+    compiler.build(variant, arch, driver=driver)

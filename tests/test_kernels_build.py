@@ -162,7 +162,7 @@ def offset_check(index: int, place: int) -> str:
 
 def test_params_have_the_offsets_that_python_packs() -> None:
     """Name by name: offset and type of every field, and no field more."""
-    types = {"q": "i64", "i": "int", "f": "float"}
+    types = {"q": "i64", "d": "double", "i": "int", "f": "float"}
     checks = []
     for index, (name, code) in enumerate(FWD_PARAMS):
         checks.append(offset_check(index, offset_of(index)))

@@ -51,12 +51,42 @@ CUFA2_DEVICE void store_shared_16(u32 shared, const Chunk& c) {
                : "memory");
 }
 
+// Two floats at a multiple of 8.
+struct Pair { float lo, hi; };
+
+CUFA2_DEVICE Pair load_shared_8(u32 shared) {
+  Pair x;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.lo), "=f"(x.hi) : "r"(shared) : "memory");
+  return x;
+}
+
 CUFA2_DEVICE void store_shared_4(u32 shared, u32 word) {
   asm volatile("st.shared.b32 [%0], %1;" :: "r"(shared), "r"(word) : "memory");
+}
+
+CUFA2_DEVICE Chunk load_global_16(const void* global) {
+  Chunk c;
+  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(c.word[0]), "=r"(c.word[1]), "=r"(c.word[2]), "=r"(c.word[3])
+               : "l"(global) : "memory");
+  return c;
 }
 
 CUFA2_DEVICE void store_global_16(void* global, const Chunk& c) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
                :: "l"(global), "r"(c.word[0]), "r"(c.word[1]), "r"(c.word[2]), "r"(c.word[3])
                : "memory");
+}
+
+// *p += x in L2, elementwise, in no defined order; p is a multiple of 16.
+CUFA2_DEVICE void reduce_add_4(float* p, const float (&x)[4]) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
+               :: "l"(p), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
+#else
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" :: "l"(p + e), "f"(x[e]) : "memory");
+  }
+#endif
 }

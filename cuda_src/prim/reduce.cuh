@@ -15,6 +15,12 @@ CUFA2_DEVICE float quad_sum(float x) {
   return x + __shfl_xor_sync(kFullWarp, x, 2);
 }
 
+// Sum over eight neighbouring lanes.
+CUFA2_DEVICE float eighth_sum(float x) {
+  x = quad_sum(x);
+  return x + __shfl_xor_sync(kFullWarp, x, 4);
+}
+
 CUFA2_DEVICE bool warp_any(bool flag) { return __any_sync(kFullWarp, flag) != 0; }
 
 // 2^x to 2 ulp; results below 2^-126 become 0; NaN stays NaN.

@@ -62,6 +62,15 @@ template <class Smem> struct FragmentReader {
             static_cast<u32>(((lane >> 3) & 1) ^ Smem::swizzle(row))};
   }
 
+  // The same tile seen by one of SIDES neighbours that take turns at the 16-column blocks: block n
+  // of the side is block n * SIDES + side, which `address` must be given as n * SIDES. Mixed in
+  // once, a side that is only known at run time leaves all else constant.
+  template <int SIDES> CUFA2_DEVICE FragmentReader of_side(int side) const {
+    static_assert(SIDES == 1 || SIDES == 2 || (SIDES == 4 && Smem::kStretch == 8),
+                  "the sides are bits of the block's number within a stretch");
+    return {base, mixed ^ static_cast<u32>(2 * side)};
+  }
+
   // Address for the 16 x 16 block at row 16 * block_row, column 16 * block_column.
   // Only the chunk bits that take part in the swizzle are mixed; the rest is a constant offset.
   CUFA2_DEVICE u32 address(int block_row, int block_column) const {
@@ -77,3 +86,70 @@ template <class Smem> struct FragmentReader {
     ldmatrix_x4_trans(r, address(block_row, block_column));
   }
 };
+
+// D += A B over K16 steps of 16: `load_a(a, m, kk)` fills the operand of rows 16 m.., and
+// `load_b(b, n, kk)` those of columns 16 n.. as (b0, b1) and (b2, b3).
+template <class T, int K16, class Acc, class LoadA, class LoadB>
+CUFA2_DEVICE void multiply(Acc& d, const LoadA& load_a, const LoadB& load_b) {
+  static_assert(Acc::N_TILES % 2 == 0, "B operands come in pairs");
+#pragma unroll
+  for (int kk = 0; kk < K16; ++kk) {
+    u32 a[Acc::M_TILES][4];
+#pragma unroll
+    for (int m = 0; m < Acc::M_TILES; ++m) load_a(a[m], m, kk);
+#pragma unroll
+    for (int n = 0; n < Acc::N_TILES / 2; ++n) {
+      u32 b[4];
+      load_b(b, n, kk);
+#pragma unroll
+      for (int m = 0; m < Acc::M_TILES; ++m) {
+        mma_m16n8k16<T>(d.at[m][2 * n], a[m], b[0], b[1]);
+        mma_m16n8k16<T>(d.at[m][2 * n + 1], a[m], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// The same where B may hold NaN or Inf in rows that not every row of A keeps: there 0 * NaN would
+// leak. The finite part of B is multiplied as ever, in the same order, so what keeps no such row
+// comes out the same to the bit. What the others get is counted by a second product, of kept
+// (0 or 1: `keep(row, k)`, counted from the lane's first of both) with the codes of
+// prim/types.cuh, and added as +Inf, -Inf or NaN.
+template <class T, int K16, class Acc, class LoadA, class LoadB, class Keep>
+CUFA2_DEVICE void multiply_kept(Acc& d, const LoadA& load_a, const LoadB& load_b,
+                                const Keep& keep) {
+  static_assert(16 < kNegativeInfCode, "counts of one code must not reach the next");
+  constexpr int kUnroll = K16 <= 2 ? K16 : 1;  // few steps may come from registers
+#pragma unroll kUnroll
+  for (int kk = 0; kk < K16; ++kk) {
+    Acc codes;
+    codes.clear();
+#pragma unroll
+    for (int n = 0; n < Acc::N_TILES / 2; ++n) {
+      u32 finite[4], code[4];
+      load_b(finite, n, kk);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) code[e] = split_nonfinite<T>(finite[e]);
+#pragma unroll
+      for (int m = 0; m < Acc::M_TILES; ++m) {
+        u32 a[4], kept[4];
+        load_a(a, m, kk);
+        mma_m16n8k16<T>(d.at[m][2 * n], a, finite[0], finite[1]);
+        mma_m16n8k16<T>(d.at[m][2 * n + 1], a, finite[2], finite[3]);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int row = 16 * m + 8 * (e & 1), k = 16 * kk + 8 * (e >> 1);
+          kept[e] = pack2<T>(keep(row, k) ? 1.0f : 0.0f, keep(row, k + 1) ? 1.0f : 0.0f);
+        }
+        mma_m16n8k16<T>(codes.at[m][2 * n], kept, code[0], code[1]);
+        mma_m16n8k16<T>(codes.at[m][2 * n + 1], kept, code[2], code[3]);
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < Acc::M_TILES; ++m)
+#pragma unroll
+      for (int n = 0; n < Acc::N_TILES; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) d.at[m][n][e] += sum_of_codes(codes.at[m][n][e]);
+  }
+}

@@ -1,0 +1,76 @@
+// What the backward pass needs of every query row, before it starts:
+//
+//   delta[i] = sum_d dO[i,d] O[i,d] - dlse[i],   lse_log2[i] = lse[i] / ln 2
+//
+// and a cleared buffer for dQ. Rows that see no key, and the rows that fill up the last tile, get
+// lse_log2 = +inf and delta = 0: P = exp2(s - inf) is 0 there, whatever memory holds.
+//
+// One block does kWorkRows rows of one head; eight neighbouring lanes share a row.
+#pragma once
+#include "attn/features.cuh"
+#include "prim/barrier.cuh"
+#include "prim/copy.cuh"
+
+template <class T_, int D_, int> struct DeltaTile {
+  using T = T_;
+  static constexpr int D = D_;  // of the dQ buffer
+  static constexpr int kThreads = 256, kLanes = 8;
+};
+
+template <class T> CUFA2_DEVICE float dot_chunk(const Chunk& a, const Chunk& b) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    const Float2 x = unpack2<T>(a.word[w]), y = unpack2<T>(b.word[w]);
+    sum = fmaf(x.lo, y.lo, fmaf(x.hi, y.hi, sum));
+  }
+  return sum;
+}
+
+template <class Tile> CUFA2_DEVICE void bwd_delta(const BwdParams& p) {
+  using T = typename Tile::T;
+  const int tiles = p.rows / kWorkRows, thread = thread_index();
+  const i64 block = blockIdx.x + static_cast<i64>(blockIdx.y) * gridDim.x;
+  const i64 batch_head = block / tiles;
+  if (batch_head >= p.heads_total) return;
+  const i64 batch = batch_head / p.num_heads;
+  const int head = static_cast<int>(batch_head - batch * p.num_heads);
+  const int first = static_cast<int>(block - batch_head * tiles) * kWorkRows;
+  const Lengths len(p, batch);
+  const i64 work = batch_head * p.rows + first;  // first row in the work arrays
+
+  if (p.dq_sum) {
+    float* sum = p.dq_sum + work * Tile::D;
+    for (int c = thread; c < kWorkRows * Tile::D / 4; c += Tile::kThreads) {
+      store_global_16(sum + 4 * c, {{0u, 0u, 0u, 0u}});
+    }
+  }
+
+  const T* o = static_cast<const T*>(p.o) + batch * p.o_stride.batch + head * p.o_stride.head;
+  const T* grad_o = static_cast<const T*>(p.grad_o) + batch * p.grad_o_stride.batch +
+                    head * p.grad_o_stride.head;
+  const auto* lse = static_cast<const float*>(p.lse) + batch * p.lse_stride.batch +
+                    head * p.lse_stride.head;
+  const auto* dlse = static_cast<const float*>(p.dlse) + batch * p.dlse_stride.batch +
+                     head * p.dlse_stride.head;
+  const int lane = thread % Tile::kLanes;
+#pragma unroll
+  for (int row = thread / Tile::kLanes; row < kWorkRows; row += Tile::kThreads / Tile::kLanes) {
+    const int i = first + row;
+    const float log_sum = i < len.q ? lse[i * p.lse_stride.row] : -inf();
+    const bool empty = log_sum == -inf();
+    float delta = 0.0f;
+    if (!empty) {
+      for (int c = lane; c * 8 < p.head_dim_v; c += Tile::kLanes) {
+        delta += dot_chunk<T>(load_global_16(grad_o + i * p.grad_o_stride.row + 8 * c),
+                              load_global_16(o + i * p.o_stride.row + 8 * c));
+      }
+    }
+    delta = eighth_sum(delta);
+    if (lane == 0) {
+      if (!empty && p.dlse) delta -= dlse[i * p.dlse_stride.row];
+      static_cast<float*>(p.delta)[work + row] = delta;
+      static_cast<float*>(p.lse_log2)[work + row] = empty ? inf() : log_sum * kLog2E;
+    }
+  }
+}
