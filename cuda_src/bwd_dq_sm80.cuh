@@ -31,7 +31,8 @@ template <class T_, int D_, int DV_, int BLOCK_Q_, int BLOCK_K_, int WARPS_> str
   // First row of a thread's warp within the tile.
   static CUFA2_DEVICE int warp_row(int thread) { return thread / 32 * 16 * M_TILES; }
 
-  static constexpr int kGradO = Q::kBytes, kK = kGradO + GradO::kBytes;
+  static constexpr int kGradO = Q::kBytes, kRows = kGradO + GradO::kBytes;
+  static constexpr int kK = kRows + 2 * 4 * BLOCK_Q;  // after lse_log2 and delta of the rows
   static constexpr int kStage = K::kBytes + V::kBytes;
   static constexpr int kBytes = kK + 2 * kStage;
 };
@@ -96,15 +97,12 @@ CUFA2_DEVICE void walk(const BwdParams& p, const Frame& frame, const Score& scor
     load_kv(frame.last, 0);
   }
   // The work arrays end with the last whole tile of kWorkRows, this tile may not.
-  float lse[Scores::kRows], delta[Scores::kRows];
-  const i64 rows = (work.batch * p.num_heads + work.head) * p.rows;
-#pragma unroll
-  for (int r = 0; r < Scores::kRows; ++r) {
-    const int thread = thread_index();
-    const int i = work.q_begin + Tile::warp_row(thread) + Scores::row(thread % 32, r);
-    const bool real = i < frame.len.q;
-    lse[r] = real ? static_cast<const float*>(p.lse_log2)[rows + i] : inf();
-    delta[r] = real ? static_cast<const float*>(p.delta)[rows + i] : 0.0f;
+  for (int n = thread_index(); n < Tile::BLOCK_Q; n += Tile::kThreads) {
+    const bool real = work.q_begin + n < frame.len.q;
+    const i64 i = (work.batch * p.num_heads + work.head) * p.rows + work.q_begin + n;
+    const float lse = real ? static_cast<const float*>(p.lse_log2)[i] : inf();
+    const float delta = real ? static_cast<const float*>(p.delta)[i] : 0.0f;
+    store_shared_8(memory + Tile::kRows + 8 * n, {lse, delta});
   }
   u32 stage = 0;
   for (int block = frame.last; block >= frame.first; --block) {
@@ -132,6 +130,8 @@ CUFA2_DEVICE void walk(const BwdParams& p, const Frame& frame, const Score& scor
     u32 weights[BLOCK_K / 16][M_TILES][4];
 #pragma unroll
     for (int r = 0; r < Scores::kRows; ++r) {
+      const Pair lse_delta =
+          load_shared_8(memory + Tile::kRows + 8 * (row + Scores::row(lane, r)));
       int begin = 0, end = BLOCK_K;  // visible columns, counted from the lane's first
       if (masked) {
         const int i = work.q_begin + row + Scores::row(lane, r);
@@ -147,9 +147,9 @@ CUFA2_DEVICE void walk(const BwdParams& p, const Frame& frame, const Score& scor
         for (int c = 0; c < 2; ++c) {
           const int e = 2 * (r & 1) + c, at = Scores::column(0, n, c);
           const float logit = score.score(s.at[r >> 1][n][e]);
-          float x = exp2_approx(fmaf(logit, p.scale_log2, -lse[r]));
+          float x = exp2_approx(fmaf(logit, p.scale_log2, -lse_delta.lo));
           if constexpr (!Score::kIdentity) x *= score.grad(logit);
-          x *= ds.at[r >> 1][n][e] - delta[r];
+          x *= ds.at[r >> 1][n][e] - lse_delta.hi;
           weight[c] = masked && (at < begin || at >= end) ? 0.0f : x;
         }
         weights[n / 2][r / 2][2 * (n % 2) + r % 2] = pack2<T>(weight[0], weight[1]);

@@ -38,7 +38,9 @@ struct BwdTile {
   static constexpr int kColumns = kExchange ? BLOCK_Q / kSides : 32;
   static constexpr int kParts = kExchange ? 1 : BLOCK_Q / kColumns;
   static constexpr int kQueries = kExchange ? BLOCK_Q : kColumns;  // of one product into dK, dV
-  static constexpr int kRowWarps = 2, kColumnWarps = WARPS_ / kRowWarps;  // of dQ
+  // Of dQ: two warps split the rows, or four where the columns do not split so far.
+  static constexpr int kRowWarps = D % (8 * WARPS_) == 0 ? 2 : 4;
+  static constexpr int kColumnWarps = WARPS_ / kRowWarps;
   static_assert(BLOCK_K == 16 * KEY_WARPS * M_TILES, "warps split the keys evenly");
   static_assert(WARPS_ == KEY_WARPS * kSides && kColumns % 16 == 0, "and the queries");
   static_assert(D % (16 * kSides) == 0 && DV % (16 * kSides) == 0, "and the columns");
@@ -57,14 +59,22 @@ struct BwdTile {
   // First key of a warp, and which of the warps that share them it is.
   static CUFA2_DEVICE int key_row(int thread) { return thread / 32 / kSides * 16 * M_TILES; }
   static CUFA2_DEVICE int side(int thread) { return thread / 32 % kSides; }
+  // Whose turn a warp takes at the rows and columns of dQ.
+  static CUFA2_DEVICE int row_side(int thread) { return thread / 32 % kRowWarps; }
+  static CUFA2_DEVICE int column_side(int thread) { return thread / 32 / kRowWarps; }
 
   static constexpr int kRowsBytes = 2 * 4 * BLOCK_Q;  // lse_log2 and delta of a query block
   static constexpr int kQStage = Q::kBytes + kRowsBytes;
   static constexpr int kV = K::kBytes, kQ = kV + V::kBytes, kGradO = kQ + Q_STAGES * kQStage;
   static constexpr int kP = kGradO + DO_STAGES * GradO::kBytes;
   static constexpr int kS = kP + (kExchange ? P::kBytes : 0);
-  static constexpr int kBytes = kS + (kExchange || ACCUMULATE ? P::kBytes : 0);
+  // dS^T in two stages: dQ of a block is computed while the next one's scores already come in.
+  static constexpr int kSStages = kExchange || ACCUMULATE ? 1 + ACCUMULATE : 0;
+  static constexpr int kBytes = kS + kSStages * P::kBytes;
 };
+
+// A query block of one query head of the group.
+struct Step { int head, block; };
 
 // What a block knows about its keys. It lies in shared memory, as the forward's frame does.
 template <class Tile, class Mask> struct KeyFrame {
@@ -74,6 +84,7 @@ template <class Tile, class Mask> struct KeyFrame {
   Mask mask;
   int first, count;             // query blocks that see some key of the tile
   int full_first, full_beyond;  // those [full_first, full_beyond) need no mask
+  Step steps[4];                // step n of the walk at n % 4, written by one thread
 
   CUFA2_DEVICE KeyFrame(const BwdParams& p, const KeyWork& w)
       : work(w), len(p, w.batch), mask(p, len), first(0), count(0) {
@@ -87,7 +98,20 @@ template <class Tile, class Mask> struct KeyFrame {
     // Rows past the last one have P = 0: their block needs no mask for them.
     full_beyond = range.full_end >= len.q ? first + count : range.full_end / Tile::BLOCK_Q;
   }
-  CUFA2_DEVICE bool masked(int block) const { return block < full_first || block >= full_beyond; }
+  CUFA2_DEVICE bool masked(int n) const {
+    const int block = at(n).block;
+    return block < full_first || block >= full_beyond;
+  }
+  CUFA2_DEVICE const Step& at(int n) const { return steps[n % 4]; }
+  CUFA2_DEVICE bool within(const BwdParams& p, int n) const {
+    return at(n).head < (work.head + 1) * p.group;
+  }
+  CUFA2_DEVICE void begin(const BwdParams& p) { steps[0] = {work.head * p.group, first}; }
+  CUFA2_DEVICE void advance(int n) {  // from step n - 1
+    const Step before = at(n - 1);
+    const bool same = before.block + 1 < first + count;
+    steps[n % 4] = {same ? before.head : before.head + 1, same ? before.block + 1 : first};
+  }
 };
 
 // Turns scores into weights. `edit(x, r, n, c)` takes the element of the lane's row r and column c
@@ -201,42 +225,33 @@ template <class Tile, class Acc> CUFA2_DEVICE void add_fragments(float* sum, con
     }
 }
 
-// A query block of one query head of the group.
-struct Step {
-  int head, block;
-  template <class Frame> CUFA2_DEVICE bool within(const BwdParams& p, const Frame& frame) const {
-    return head < (frame.work.head + 1) * p.group;
-  }
-  template <class Frame> CUFA2_DEVICE Step next(const Frame& frame) const {
-    const bool within = block + 1 < frame.first + frame.count;
-    return {within ? head : head + 1, within ? block + 1 : frame.first};
-  }
-};
-
 // One query block's share of dQ, added to the buffer. Where a NaN comes up under a mask it is done
 // by the product that lets none reach a row that does not keep its key. The warps take turns at
 // the 16-row and the 16-column blocks.
 template <class Tile, class Frame>
-CUFA2_DEVICE void add_grad_q(const BwdParams& p, const Frame& frame, const Step& at, u32 memory) {
+CUFA2_DEVICE void add_grad_q(const BwdParams& p, const Frame& frame, int n, u32 memory,
+                             u32 s_tile) {
   using T = typename Tile::T;
   using GradQ = typename Tile::GradQ;
-  const int thread = thread_index(), lane = thread % 32, warp = thread / 32;
-  const int row = warp % Tile::kRowWarps, column = warp / Tile::kRowWarps;
-  const auto s = FragmentReader<typename Tile::P>::by_pair(memory + Tile::kS, lane)
-                     .template of_side<Tile::kRowWarps>(row);
-  const auto k = FragmentReader<typename Tile::K>::by_row(memory, lane)
-                     .template of_side<Tile::kColumnWarps>(column);
+  const auto s = FragmentReader<typename Tile::P>::by_pair(s_tile, thread_index() % 32)
+                     .template of_side<Tile::kRowWarps>(Tile::row_side(thread_index()));
+  const auto k = FragmentReader<typename Tile::K>::by_row(memory, thread_index() % 32)
+                     .template of_side<Tile::kColumnWarps>(Tile::column_side(thread_index()));
   auto load_a = [&](u32 (&a)[4], int m, int kk) { s.load_trans(a, kk, m * Tile::kRowWarps); };
   auto load_b = [&](u32 (&b)[4], int n, int kk) { k.load_trans(b, kk, n * Tile::kColumnWarps); };
   GradQ dq;
   dq.clear();
   multiply<T, Tile::BLOCK_K / 16>(dq, load_a, load_b);
+  warp_sync();  // what follows needs registers of its own
+  const int thread = thread_index(), lane = thread % 32;
+  const int row = Tile::row_side(thread), column = Tile::column_side(thread);
+  const Step at = frame.at(n);
   const int query = at.block * Tile::BLOCK_Q;
   float* sum = p.dq_sum +
                ((frame.work.batch * p.num_heads + at.head) * p.rows + query) * Tile::D +
                GradQBuffer<Tile::D>::offset(row, 2 * column, lane, 0);
   if constexpr (Frame::kPerRow) {
-    if (frame.masked(at.block) && warp_any(dq.has_nan())) {
+    if (frame.masked(n) && warp_any(dq.has_nan())) {
       const int i = query + 16 * row + lane / 4, j = frame.work.k_begin + 2 * (lane % 4);
       // Rows of a side lie kRowWarps times as far apart.
       auto keep = [&](int r, int c) {
@@ -273,7 +288,7 @@ CUFA2_DEVICE void multiply_transposed(Scores& s, u32 keys, u32 queries, int colu
 // turns at 16 of them. KEPT: by the product that lets no NaN reach a key that its row does not
 // keep; dQ is left alone.
 template <class Tile, bool KEPT, class Score, class Frame, class GradK, class GradV>
-CUFA2_DEVICE void walk(const BwdParams& p, const Frame& frame, const Score& score, u32 memory,
+CUFA2_DEVICE void walk(const BwdParams& p, Frame& frame, const Score& score, u32 memory,
                        GradK& dk, GradV& dv, int first_column) {
   using T = typename Tile::T;
   constexpr int BLOCK_Q = Tile::BLOCK_Q;
@@ -281,7 +296,8 @@ CUFA2_DEVICE void walk(const BwdParams& p, const Frame& frame, const Score& scor
   const int dk_column = min(first_column, Tile::D - 16 * Tile::kSides);
   const int dv_column = min(first_column, Tile::DV - 16 * Tile::kSides);
 
-  auto load_q = [&](const Step& at, u32 stage) {
+  auto load_q = [&](int n, u32 stage) {
+    const Step at = frame.at(n);
     const int row = at.block * BLOCK_Q, thread = thread_index();
     const T* q = static_cast<const T*>(p.q) + frame.work.batch * p.q_stride.batch +
                  at.head * p.q_stride.head + row * p.q_stride.row;
@@ -294,7 +310,8 @@ CUFA2_DEVICE void walk(const BwdParams& p, const Frame& frame, const Score& scor
                   rows + work + 4 * thread % BLOCK_Q, true);
     }
   };
-  auto load_grad_o = [&](const Step& at, u32 stage) {
+  auto load_grad_o = [&](int n, u32 stage) {
+    const Step at = frame.at(n);
     const int row = at.block * BLOCK_Q;
     const T* grad_o = static_cast<const T*>(p.grad_o) + frame.work.batch * p.grad_o_stride.batch +
                       at.head * p.grad_o_stride.head + row * p.grad_o_stride.row;
@@ -303,24 +320,35 @@ CUFA2_DEVICE void walk(const BwdParams& p, const Frame& frame, const Score& scor
         p.head_dim_v, thread_index());
   };
 
-  Step at{frame.work.head * p.group, frame.first};
-  u32 parity = 0;
-  load_q(at, 0);
-  load_grad_o(at, 0);
+  // Loads of a block are issued one block ahead of its scores: right after the barrier that ends
+  // the block before, or, where there is no second stage, as soon as nobody reads the first.
+  constexpr bool kQAhead = Tile::Q_STAGES > 1, kDoAhead = Tile::DO_STAGES > 1;
+  if (thread_index() == 0) {
+    frame.begin(p);
+    for (int n = 1; n < 3; ++n) frame.advance(n);
+  }
+  block_sync();
+  load_q(0, 0);
+  load_grad_o(0, 0);
   cp_async_commit();
-  while (at.within(p, frame)) {
-    const u32 q_tile = memory + Tile::kQ + (Tile::Q_STAGES > 1 ? parity * Tile::kQStage : 0);
-    const u32 do_tile =
-        memory + Tile::kGradO + (Tile::DO_STAGES > 1 ? parity * Tile::GradO::kBytes : 0);
-    cp_async_wait<0>();
-    block_sync();  // this block's Q and dO are visible; nobody reads the block before any more
-    if (const Step next = at.next(frame); next.within(p, frame)) {
-      if constexpr (Tile::Q_STAGES > 1) load_q(next, (parity ^ 1) * Tile::kQStage);
-      if constexpr (Tile::DO_STAGES > 1) load_grad_o(next, (parity ^ 1) * Tile::GradO::kBytes);
-      cp_async_commit();
-    }
-    const bool masked = frame.masked(at.block);
-    const int query = at.block * BLOCK_Q;
+  if (frame.within(p, 1)) {
+    if constexpr (kQAhead) load_q(1, Tile::kQStage);
+    if constexpr (kDoAhead) load_grad_o(1, Tile::GradO::kBytes);
+  }
+  cp_async_commit();
+  cp_async_wait<1>();
+  block_sync();  // the first block is visible
+  for (int step = 0; frame.within(p, step); ++step) {
+    const u32 parity = step & 1;
+    const u32 q_tile = memory + Tile::kQ + (kQAhead ? parity * Tile::kQStage : 0);
+    const u32 do_tile = memory + Tile::kGradO + (kDoAhead ? parity * Tile::GradO::kBytes : 0);
+    const u32 s_tile = memory + Tile::kS + (Tile::kSStages > 1 ? parity * Tile::P::kBytes : 0);
+    // Cheap to find again: kept only where ptxas then needs no more registers than there are.
+    constexpr bool kKeep = Tile::ACCUMULATE ? !Tile::kExchange : !Frame::kPerRow;
+    const bool masked_once = kKeep && frame.masked(step);
+    const int query_once = kKeep ? frame.at(step).block * BLOCK_Q : 0;
+    auto masked = [&] { return kKeep ? masked_once : frame.masked(step); };
+    auto query = [&] { return kKeep ? query_once : frame.at(step).block * BLOCK_Q; };
     Weights<Tile> of_p, of_s;
 #pragma unroll 1
     for (int part = 0; part < Tile::kParts; ++part) {
@@ -328,19 +356,22 @@ CUFA2_DEVICE void walk(const BwdParams& p, const Frame& frame, const Score& scor
       const int column = (Tile::kExchange ? Tile::side(thread) : part) * Tile::kColumns;
       const int key = frame.work.k_begin + Tile::key_row(thread);
       const int first_row = Tile::kExchange ? 0 : part * Tile::kColumns;
-      const u32 rows = q_tile + Tile::Q::kBytes + 4 * (column + 2 * (lane % 4));
+      auto rows = [&] {
+        return q_tile + Tile::Q::kBytes + 4 * (column + 2 * (thread_index() % 4));
+      };
       auto keep = [&](int r, int c) {
-        return frame.mask.keep(query + first_row + 2 * (lane % 4) + c, key + lane / 4 + r);
+        return frame.mask.keep(query() + first_row + 2 * (lane % 4) + c, key + lane / 4 + r);
       };
       typename Tile::Scores s, ds;
       s.clear();
       multiply_transposed<Tile, typename Tile::K, typename Tile::Q>(s, memory, q_tile, column);
       Pair of_row[Tile::Scores::N_TILES];
+      u32 at_row = rows();
 #pragma unroll
-      for (int n = 0; n < Tile::Scores::N_TILES; ++n) of_row[n] = load_shared_8(rows + 32 * n);
+      for (int n = 0; n < Tile::Scores::N_TILES; ++n) of_row[n] = load_shared_8(at_row + 32 * n);
       const auto p_at = Weights<Tile>::target(memory + Tile::kP, column);
       weigh<T>(
-          s, masked, frame.mask, key, query + column,
+          s, masked(), frame.mask, key, query() + column,
           [&](float& x, int, int n, int c) {
             const float logit = score.score(x), lse = c == 0 ? of_row[n].lo : of_row[n].hi;
             const float weight = exp2_approx(fmaf(logit, p.scale_log2, -lse));
@@ -357,11 +388,11 @@ CUFA2_DEVICE void walk(const BwdParams& p, const Frame& frame, const Score& scor
                                                                         do_tile, column);
 #pragma unroll
       for (int n = 0; n < Tile::Scores::N_TILES; ++n) {
-        of_row[n] = load_shared_8(rows + 4 * BLOCK_Q + 32 * n);
+        of_row[n] = load_shared_8(at_row + 4 * BLOCK_Q + 32 * n);
       }
-      const auto s_at = Weights<Tile>::target(memory + Tile::kS, column);
+      const auto s_at = Weights<Tile>::target(s_tile, column);
       weigh<T>(
-          ds, masked, frame.mask, key, query + column,
+          ds, masked(), frame.mask, key, query() + column,
           [&](float& x, int r, int n, int c) {
             const float delta = c == 0 ? of_row[n].lo : of_row[n].hi;
             return s.at[r >> 1][n][2 * (r & 1) + c] * (x - delta);
@@ -370,28 +401,32 @@ CUFA2_DEVICE void walk(const BwdParams& p, const Frame& frame, const Score& scor
             of_s.template put<Tile::kExchange || Tile::ACCUMULATE>(s_at, r, n, pair);
           });
       if constexpr (Tile::kExchange) {
-        block_sync();  // P^T and dS^T are complete
+        // P^T and dS^T of these keys are complete.
+        group_sync(1 + thread_index() / 32 / Tile::kSides, 32 * Tile::kSides);
         of_p.template multiply_rows<typename Tile::GradO, KEPT>(dv, memory + Tile::kP, do_tile, 0,
                                                                 dv_column, keep);
       }
-      if (Tile::DO_STAGES == 1 && part == Tile::kParts - 1) {
+      if (!kDoAhead && part == Tile::kParts - 1) {
         block_sync();  // nobody reads dO any more
-        if (const Step next = at.next(frame); next.within(p, frame)) load_grad_o(next, 0);
+        if (frame.within(p, step + 1)) load_grad_o(step + 1, 0);
         cp_async_commit();
       }
-      of_s.template multiply_rows<typename Tile::Q, KEPT>(dk, memory + Tile::kS, q_tile,
-                                                          first_row, dk_column, keep);
+      of_s.template multiply_rows<typename Tile::Q, KEPT>(dk, s_tile, q_tile, first_row,
+                                                          dk_column, keep);
     }
-    if constexpr (!KEPT && Tile::ACCUMULATE) {
-      if constexpr (!Tile::kExchange && Tile::DO_STAGES > 1) block_sync();  // dS^T is complete
-      add_grad_q<Tile>(p, frame, at, memory);
+    cp_async_wait<0>();
+    block_sync();  // dS^T and the next block are visible; nobody reads this block's Q and dO
+    if (thread_index() == 0) frame.advance(step + 3);
+    if (kQAhead && frame.within(p, step + 2)) load_q(step + 2, parity * Tile::kQStage);
+    if (kDoAhead && frame.within(p, step + 2)) {
+      load_grad_o(step + 2, parity * Tile::GradO::kBytes);
     }
-    at = at.next(frame);
-    parity ^= 1;
-    if constexpr (Tile::Q_STAGES == 1) {
-      block_sync();  // nobody reads Q any more
-      if (at.within(p, frame)) load_q(at, 0);
-      cp_async_commit();
+    if (!kQAhead && frame.within(p, step + 1)) load_q(step + 1, 0);
+    cp_async_commit();
+    if constexpr (!KEPT && Tile::ACCUMULATE) add_grad_q<Tile>(p, frame, step, memory, s_tile);
+    if constexpr (!kQAhead) {
+      cp_async_wait<0>();
+      block_sync();
     }
   }
   block_sync();  // every warp is done with the tiles

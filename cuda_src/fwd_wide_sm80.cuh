@@ -3,214 +3,197 @@
 //   o[i] = sum_j exp(s[i,j] - lse[i]) v[j],   s = softmax_scale q k^T (+ policies)
 //
 // The loop of fwd_sm80.cuh: a block owns BLOCK_Q query rows and walks over its key blocks from the
-// last to the first, S and P stay in registers. What differs comes from the width of the types.
+// last to the first; S becomes P in registers. What differs comes from the width of the types.
 //
 // Products: float64 has its own tensor-core product. A float32 one is three TF32 products of the
-// operands' halves (prim/wide.cuh), or one if precision="tf32" asks for it. The tensor core cuts
-// where an addition should round, always towards zero, so that thousands of additions to one
-// accumulator would drift: float32 sums start fresh with every 16 columns of S and every 8 keys of
-// O, and are added to the rest by an ordinary, rounding addition.
+// operands' halves (prim/wide.cuh), or one where precision="tf32" asks for it. The tensor core
+// cuts where an addition should round, always towards zero, so that over thousands of keys one sum
+// would drift. Sums of float32 start afresh with every 8 columns of S and 16 keys of O and are
+// added to the rest by an ordinary addition: errors stay at those of a plain float32 loop or below
+// (with 32 keys they would be up to twice as large). With one TF32 product per element S is a
+// single sum: its few steps lose nothing that the rounding of the operands has not.
 //
-// Memory: K and V blocks take turns in a ring of SLOTS slots. Each is waited for when its turn
-// comes, and the barrier that publishes it also frees the slot before it for the next load. Two
-// slots are enough where one product outlasts a load, and leave room for large Q.
+// Memory: K and V blocks, in PARTS parts of their columns, take turns in a ring of SLOTS slots.
+// Each is waited for at its turn, and the barrier that publishes it also frees the slot before it
+// for the load that is SLOTS - 1 turns ahead.
 //
-// SPLIT: where a warp could not hold its rows of O, or not two tiles of them to share each piece
-// of K and V, SPLIT warps share 16 * M_TILES rows. Each multiplies its part of the columns of Q
-// and K; the partial S are summed through shared memory, in the same order in all SPLIT warps, so
-// that they see the same P; each then owns its part of the columns of O.
+// SPLIT: where one warp could not hold its rows of O, or not two tiles of rows to share what it
+// reads of K and V, SPLIT warps share them. Each multiplies its side of the columns of Q and K;
+// the sides' S are summed through shared memory, in one order, so that all SPLIT warps see the
+// same P; and each owns its side of the columns of O.
 //
-// NaN: as in fwd_sm80.cuh none leaks from a masked key, a tile with NaN in O is done again by the
-// path that keeps V's non-finite values out of the products. At float32 accuracy the halves of a
-// non-finite or huge operand make NaN of any product, whatever it should be, so there the tile is
-// done again under every mask, and scores that are NaN are computed anew, one by one.
+// STAGED: P waits for its product in shared memory, each lane's elements by themselves, and the
+// keys pass by in a loop. Otherwise it stays in registers.
+//
+// NaN: none leaks from a masked key. As in fwd_sm80.cuh, a tile that meets one in O is done again
+// with all that is not finite in V kept out of the products. At float32 accuracy the halves of an
+// infinity, or of a value that rounds to one, make NaN of any product, whatever it should be:
+// there the tile is done again under every mask, and scores that are NaN are computed anew.
 #pragma once
-#include "attn/features.cuh"
 #include "attn/schedule.cuh"
-#include "prim/barrier.cuh"
-#include "tile/wide.cuh"
+#include "attn/wide.cuh"
 
-template <class T_, bool TF32_, int D_, int DV_, int BLOCK_Q_, int BLOCK_K_, int WARPS_, int SPLIT_,
-          int SLOTS_>
+template <class T_, int D_, int DV_, int BLOCK_Q_, int BLOCK_K_, int WARPS_, int SPLIT_, int PARTS_,
+          int SLOTS_, bool STAGED_, bool TF32_>
 struct WideTile {
   using T = T_;
   static constexpr bool kTf32 = TF32_, kHalves = is_same<T, float> && !kTf32;
-  static constexpr int BLOCK_Q = BLOCK_Q_, BLOCK_K = BLOCK_K_, WARPS = WARPS_;
-  static constexpr int SPLIT = SPLIT_, SLOTS = SLOTS_;
+  static constexpr int BLOCK_Q = BLOCK_Q_, BLOCK_K = BLOCK_K_, WARPS = WARPS_, SPLIT = SPLIT_;
+  static constexpr int PARTS = PARTS_, SLOTS = SLOTS_;
+  static constexpr bool STAGED = STAGED_;
   static constexpr int kThreads = 32 * WARPS;
   static constexpr int M_TILES = BLOCK_Q * SPLIT / (16 * WARPS);
   static_assert(BLOCK_Q * SPLIT == 16 * WARPS * M_TILES, "warps split the query rows evenly");
   static_assert(WARPS % SPLIT == 0 && WARPS / SPLIT < 16, "one named barrier per SPLIT warps");
-  static_assert(SLOTS >= 2 && SLOTS <= 4, "the loop looks at most two key blocks ahead");
+  static_assert(PARTS == 1 || !kHalves, "mend_scores reads whole rows of K");
+  static_assert(BLOCK_K % (is_same<T, float> ? 16 : 8) == 0, "a key block is whole fresh sums");
 
   static constexpr int kPiece = Piece<T>::kSize;
   static constexpr int kStretch = 8 * kPiece;  // columns of 128 bytes
-  static constexpr int whole(int columns) {    // every one of SPLIT warps gets whole stretches
-    return (columns + kStretch * SPLIT - 1) / (kStretch * SPLIT) * (kStretch * SPLIT);
-  }
-  static constexpr int D = whole(D_), DV = whole(DV_);
-  static constexpr int kColumnsD = D / SPLIT, kColumnsDv = DV / SPLIT;  // of one warp
-  // Key steps (of 8) whose products share a fresh sum. One TF32 product is too cheap for a fresh
-  // sum of its own.
-  static constexpr int kSteps = kTf32 ? (BLOCK_K < 32 ? BLOCK_K / 8 : 4) : 1;
+  static constexpr int kGrain = kStretch * SPLIT * PARTS;  // a warp has whole stretches of a part
+  static constexpr int D = (D_ + kGrain - 1) / kGrain * kGrain;
+  static constexpr int DV = (DV_ + kGrain - 1) / kGrain * kGrain;
+  static constexpr int kPartD = D / PARTS, kPartDv = DV / PARTS;      // columns of a part
+  static constexpr int kSideD = kPartD / SPLIT, kSideDv = kPartDv / SPLIT;  // of them one warp's
+  static constexpr int kStretchesDv = kSideDv / kStretch;
+  static constexpr int kSteps = is_same<T, float> ? 2 : 1;  // key steps of O in a fresh sum
 
   static constexpr int kUnits = sizeof(T) / 2;  // SmemTile counts 16-bit elements
   using Q = SmemTile<BLOCK_Q, D * kUnits>;
-  using K = SmemTile<BLOCK_K, D * kUnits>;
-  using V = SmemTile<BLOCK_K, DV * kUnits>;
+  using K = SmemTile<BLOCK_K, kPartD * kUnits>;
+  using V = SmemTile<BLOCK_K, kPartDv * kUnits>;
   using Scores = WideAccumulator<T, M_TILES, BLOCK_K / 8>;
-  using Output = WideAccumulator<T, M_TILES, kColumnsDv / 8>;
-  static_assert(BLOCK_K % (8 * kSteps) == 0, "a key block is whole steps");
+  using Output = WideAccumulator<T, M_TILES, PARTS * kSideDv / 8>;
 
   static constexpr int kSlotBytes = K::kBytes > V::kBytes ? K::kBytes : V::kBytes;
-  static constexpr int kPartBytes = 16 * M_TILES * BLOCK_K * sizeof(T);  // S of one warp
+  static constexpr int kScoreBytes = 16 * M_TILES * BLOCK_K * sizeof(T);  // S or P of a warp
   static constexpr int kBytes =
-      Q::kBytes + SLOTS * kSlotBytes + (SPLIT > 1 ? WARPS * kPartBytes : 0);
+      Q::kBytes + SLOTS * kSlotBytes + (SPLIT > 1 || STAGED ? WARPS * kScoreBytes : 0);
 
-  // Which rows (in units of SPLIT warps) and which part of the columns a thread's warp has.
+  // Which rows (in units of SPLIT warps) and which side of the columns a thread's warp has.
   static CUFA2_DEVICE int team(int thread) { return thread / (32 * SPLIT); }
-  static CUFA2_DEVICE int part(int thread) { return thread / 32 % SPLIT; }
+  static CUFA2_DEVICE int side(int thread) { return thread / 32 % SPLIT; }
   static CUFA2_DEVICE int team_row(int thread) { return team(thread) * 16 * M_TILES; }
 };
 
 // acc += sum of a[i] b[i]; FRESH: as a sum of its own, added by a rounding addition.
-template <bool FRESH, class T, int STEPS, class A, class B>
+template <bool FRESH, int STEPS, class T, class A, class B>
 CUFA2_DEVICE void accumulate(T (&acc)[4], const A (&a)[STEPS], const B (&b)[STEPS]) {
-  if constexpr (FRESH) {
-    T fresh[4] = {T(0), T(0), T(0), T(0)};
+  T fresh[4] = {T(0), T(0), T(0), T(0)};
 #pragma unroll
-    for (int i = 0; i < STEPS; ++i) multiply_add(fresh, a[i], b[i]);
+  for (int i = 0; i < STEPS; ++i) multiply_add(FRESH ? fresh : acc, a[i], b[i]);
 #pragma unroll
-    for (int e = 0; e < 4; ++e) acc[e] += fresh[e];
-  } else {
-#pragma unroll
-    for (int i = 0; i < STEPS; ++i) multiply_add(acc, a[i], b[i]);
-  }
+  for (int e = 0; FRESH && e < 4; ++e) acc[e] += fresh[e];
 }
 
-// S = Q K^T for one key block, over this warp's columns.
+// S += Q K^T for one key block, over this warp's columns of a part. Products of halves are many:
+// where they stand in one piece of code, ptxas keeps more of them in flight than there are
+// registers, so they come in loops that are not unrolled, and behind branches.
 template <class Tile, class QReader, class KReader>
 CUFA2_DEVICE void multiply_qk(typename Tile::Scores& s, const QReader& q, const KReader& k) {
   using T = typename Tile::T;
-  constexpr int kProducts = Tile::kPiece / 2;  // that one piece feeds
-  s.clear();
+  constexpr int kTiles = KReader::kTiles;
+#pragma unroll 1
+  for (int stretch = 0; stretch < Tile::kSideD / Tile::kStretch; ++stretch) {
+#pragma unroll (Tile::kHalves ? 1 : KReader::kSteps)
+    for (int kk = 0; kk < KReader::kSteps; ++kk) {
+      Operand<T, Tile::kTf32, 4> a[Tile::M_TILES][1];
 #pragma unroll
-  for (int step = 0; step < Tile::kColumnsD / (4 * Tile::kPiece); ++step) {
-    Operand<T, Tile::kTf32, 4> a[Tile::M_TILES][kProducts];
+      for (int m = 0; m < Tile::M_TILES; ++m) {
+        T x[4];
+        q.load_a(x, m, stretch, kk);
 #pragma unroll
-    for (int m = 0; m < Tile::M_TILES; ++m) {
-      const Piece<T> top = q.load(16 * m, step), bottom = q.load(16 * m + 8, step);
+        for (int e = 0; e < 4; ++e) a[m][0].set(e, x[e]);
+      }
 #pragma unroll
-      for (int i = 0; i < kProducts; ++i)
+      for (int i = 0; i < Tile::Scores::N_TILES / kTiles; ++i) {
+        T x[kTiles][2];
+        k.load_b(x, i, stretch, kk);
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          a[m][i].set(e, (e & 1 ? bottom : top).at[2 * i + (e >> 1)]);
+        for (int n = 0; n < kTiles; ++n) {
+          Operand<T, Tile::kTf32, 2> b[1];
+          b[0].set(0, x[n][0]);
+          b[0].set(1, x[n][1]);
+#pragma unroll
+          for (int m = 0; m < Tile::M_TILES; ++m) {
+            accumulate<Tile::kHalves>(s.at[m][kTiles * i + n], a[m], b);
+          }
         }
-    }
-#pragma unroll
-    for (int n = 0; n < Tile::Scores::N_TILES; ++n) {
-      const Piece<T> keys = k.load(8 * n, step);
-      Operand<T, Tile::kTf32, 2> b[kProducts];
-#pragma unroll
-      for (int i = 0; i < kProducts; ++i)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) b[i].set(e, keys.at[2 * i + e]);
-#pragma unroll
-      for (int m = 0; m < Tile::M_TILES; ++m) accumulate<Tile::kHalves>(s.at[m][n], a[m], b);
+      }
     }
   }
 }
 
-// Adds up the partial S of the SPLIT warps of a team; `memory` has room for all warps' parts.
-template <class Tile> CUFA2_DEVICE void sum_parts(typename Tile::Scores& s, u32 memory) {
+// P of row tile m as the A operand of key step kk.
+template <class Tile, class A>
+CUFA2_DEVICE void load_p(A& a, const typename Tile::Scores& p, u32 own, int m, int kk) {
   using T = typename Tile::T;
-  constexpr int kPiece = Tile::kPiece, kPieces = 4 / kPiece;
-  const int thread = thread_index(), lane = thread % 32;
-  const u32 team = memory + Tile::team(thread) * Tile::SPLIT * Tile::kPartBytes + 16 * lane;
-  const u32 own = team + Tile::part(thread) * Tile::kPartBytes;
-  auto each = [&](auto action) {
+  constexpr int kPieces = 4 / Tile::kPiece;  // of a tile
+  T x[4];
 #pragma unroll
-    for (int m = 0; m < Tile::M_TILES; ++m)
+  for (int e = 0; e < 4; ++e) x[e] = Tile::STAGED ? T(0) : p.at[m][kk][e];
 #pragma unroll
-      for (int n = 0; n < Tile::Scores::N_TILES; ++n)
+  for (int i = 0; Tile::STAGED && i < kPieces; ++i) {
+    const Piece<T> piece =
+        load_piece<T>(own + 512 * ((Tile::Scores::N_TILES * m + kk) * kPieces + i));
 #pragma unroll
-        for (int i = 0; i < kPieces; ++i) {
-          action(&s.at[m][n][kPiece * i],
-                 512u * (kPieces * (Tile::Scores::N_TILES * m + n) + i));
-        }
-  };
-  each([&](const T* from, u32 offset) {
-    Piece<T> piece;
+    for (int j = 0; j < Tile::kPiece; ++j) x[Tile::kPiece * i + j] = piece.at[j];
+  }
 #pragma unroll
-    for (int j = 0; j < kPiece; ++j) piece.at[j] = from[j];
-    store_piece(own + offset, piece);
-  });
-  named_sync(1 + Tile::team(thread), 32 * Tile::SPLIT);
-  each([&](T* to, u32 offset) {
-    Piece<T> sum = load_piece<T>(team + offset);
-#pragma unroll
-    for (int part = 1; part < Tile::SPLIT; ++part) {
-      const Piece<T> other = load_piece<T>(team + part * Tile::kPartBytes + offset);
-#pragma unroll
-      for (int j = 0; j < kPiece; ++j) sum.at[j] += other.at[j];
-    }
-#pragma unroll
-    for (int j = 0; j < kPiece; ++j) to[j] = sum.at[j];
-  });
+  for (int e = 0; e < 4; ++e) a.set(e, x[2 * (e & 1) + (e >> 1)]);
 }
 
-// O += P V for one key block, over this warp's columns. SAFE: of V only what is finite.
+// O += P V for one key block, over this warp's columns of a part, of which V has `columns`. SAFE:
+// of V only what is finite.
 template <class Tile, bool SAFE, class VReader>
-CUFA2_DEVICE void multiply_pv(typename Tile::Output& o, const typename Tile::Scores& p,
-                              const VReader& v) {
+CUFA2_DEVICE void multiply_pv(typename Tile::Output& o, const typename Tile::Scores& p, u32 own,
+                              const VReader& v, int part, int columns) {
   using T = typename Tile::T;
-  constexpr int kSteps = Tile::kSteps, kPiece = Tile::kPiece;
-#pragma unroll
-  for (int first = 0; first < Tile::BLOCK_K / 8; first += kSteps) {
+  constexpr int kSteps = Tile::kSteps, kTurns = Tile::BLOCK_K / (8 * kSteps);
+#pragma unroll (Tile::STAGED ? 1 : kTurns)
+  for (int turn = 0; turn < kTurns; ++turn) {
     Operand<T, Tile::kTf32, 4> a[Tile::M_TILES][kSteps];
 #pragma unroll
     for (int m = 0; m < Tile::M_TILES; ++m)
 #pragma unroll
-      for (int i = 0; i < kSteps; ++i)
+      for (int i = 0; i < kSteps; ++i) load_p<Tile>(a[m][i], p, own, m, turn * kSteps + i);
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          a[m][i].set(e, p.at[m][first + i][2 * (e & 1) + (e >> 1)]);
-        }
+    for (int stretch = 0; stretch < Tile::kStretchesDv; ++stretch) {
+      if (is_same<T, float> && stretch * Tile::kStretch >= columns) break;
+      Piece<T> rows[kSteps][2];
 #pragma unroll
-    for (int stretch = 0; stretch < Tile::kColumnsDv / Tile::kStretch; ++stretch) {
-      Operand<T, Tile::kTf32, 2> b[kPiece][kSteps];
+      for (int i = 0; i < kSteps; ++i) v.load(rows[i], 8 * (turn * kSteps + i), stretch);
 #pragma unroll
-      for (int i = 0; i < kSteps; ++i)
+      for (int j = 0; j < Tile::kPiece; ++j) {
+        Operand<T, Tile::kTf32, 2> b[kSteps];
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const Piece<T> piece = v.load(8 * (first + i), stretch, e);
+        for (int i = 0; i < kSteps; ++i)
 #pragma unroll
-          for (int j = 0; j < kPiece; ++j) {
-            const T x = piece.at[j];
-            if constexpr (SAFE) b[j][i].set_finite(e, is_finite(x) ? x : T(0));
-            else b[j][i].set(e, x);
+          for (int e = 0; e < 2; ++e) {
+            const T x = rows[i][e].at[j];
+            if constexpr (SAFE) b[i].set_finite(e, is_finite(x) ? x : T(0));
+            else b[i].set(e, x);
           }
-        }
-#pragma unroll
-      for (int j = 0; j < kPiece; ++j)
 #pragma unroll
         for (int m = 0; m < Tile::M_TILES; ++m) {
-          accumulate<is_same<T, float>>(o.at[m][kPiece * stretch + j], a[m], b[j]);
+          const int n = Tile::kPiece * (Tile::kStretchesDv * part + stretch) + j;
+          accumulate<is_same<T, float>>(o.at[m][n], a[m], b);
         }
+      }
     }
   }
 }
 
 // Adds the NaN and Inf of V to the rows that keep their keys: what multiply_pv<SAFE> left out.
 template <class Tile, class Mask>
-CUFA2_DEVICE void add_nonfinite(typename Tile::Output& o, u32 v_tile, const Mask& mask, int q_row,
-                                int key) {
+CUFA2_DEVICE void add_nonfinite(typename Tile::Output& o, u32 v_tile, const Mask& mask, int part,
+                                int q_row, int key) {
   using T = typename Tile::T;
   const int lane = thread_index() % 32;
 #pragma unroll 1
   for (int j = 0; j < Tile::BLOCK_K; ++j)
 #pragma unroll
-    for (int stretch = 0; stretch < Tile::kColumnsDv / Tile::kStretch; ++stretch)
+    for (int stretch = 0; stretch < Tile::kStretchesDv; ++stretch)
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const Piece<T> piece =
@@ -221,7 +204,8 @@ CUFA2_DEVICE void add_nonfinite(typename Tile::Output& o, u32 v_tile, const Mask
 #pragma unroll
           for (int r = 0; r < Tile::Output::kRows; ++r) {
             if (mask.keep(q_row + Tile::Output::row(lane, r), key + j)) {
-              o.at[r >> 1][Tile::kPiece * stretch + i][2 * (r & 1) + c] += piece.at[i];
+              const int n = Tile::kPiece * (Tile::kStretchesDv * part + stretch) + i;
+              o.at[r >> 1][n][2 * (r & 1) + c] += piece.at[i];
             }
           }
         }
@@ -245,10 +229,235 @@ CUFA2_DEVICE void mend_scores(typename Tile::Scores& s, u32 q_tile, u32 k_tile, 
         score = T(0);
 #pragma unroll 1
         for (int d = 0; d < head_dim / Tile::kPiece && score == score; ++d) {
-          const auto q = load_piece<T>(q_tile + Tile::Q::offset(row + Tile::Scores::row(lane, r), d));
-          const auto k = load_piece<T>(k_tile + Tile::K::offset(Tile::Scores::column(lane, n, c), d));
+          const int i = row + Tile::Scores::row(lane, r), j = Tile::Scores::column(lane, n, c);
+          const Piece<T> q = load_piece<T>(q_tile + Tile::Q::offset(i, d));
+          const Piece<T> k = load_piece<T>(k_tile + Tile::K::offset(j, d));
 #pragma unroll
-          for (int i = 0; i < Tile::kPiece; ++i) score = fmaf(q.at[i], k.at[i], score);
+          for (int e = 0; e < Tile::kPiece; ++e) score = fma(q.at[e], k.at[e], score);
         }
       }
+}
+
+// Normalises O and writes this warp's columns of it and, from side 0, the log-sum-exp. Rows
+// without a visible key and rows past the sequence become exact zeros.
+template <class Tile, class Softmax>
+CUFA2_DEVICE void store_output(const FwdParams& p, const Work& work, int seqlen_q,
+                               const typename Tile::Output& o, const Softmax& softmax, int q_row) {
+  using T = typename Tile::T;
+  constexpr int kRows = Tile::Output::kRows, kPiece = Tile::kPiece;
+  const int thread = thread_index(), lane = thread % 32, side = Tile::side(thread);
+  T inverse[kRows], lse[kRows];
+  softmax.finish(inverse, lse);
+  T* out = static_cast<T*>(p.o) + work.batch * p.o_stride.batch + work.head * p.o_stride.head;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const int i = q_row + Tile::Output::row(lane, r);
+    if (i >= p.seqlen_q) continue;
+    const bool zero = inverse[r] == T(0) || i >= seqlen_q;
+    if (p.lse && lane % 4 == 0 && side == 0) {
+      static_cast<T*>(p.lse)[work.batch * p.lse_stride.batch + work.head * p.lse_stride.head +
+                             i * p.lse_stride.row] = zero ? T(-inf()) : lse[r];
+    }
+#pragma unroll
+    for (int n = 0; n < Tile::Output::N_TILES; n += kPiece)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int stretch = n / kPiece % Tile::kStretchesDv;
+        const int column = n / kPiece / Tile::kStretchesDv * Tile::kPartDv +
+                           side * Tile::kSideDv + stretch * Tile::kStretch +
+                           (lane % 4 * 2 + c) * kPiece;
+        if (column >= p.head_dim_v) continue;
+        Piece<T> piece;
+#pragma unroll
+        for (int j = 0; j < kPiece; ++j) {
+          const T x = o.at[r >> 1][n + j][2 * (r & 1) + c] * inverse[r];
+          piece.at[j] = zero ? T(0) : x;
+        }
+        *reinterpret_cast<Piece<T>*>(out + i * p.o_stride.row + column) = piece;
+      }
+  }
+}
+
+// What a block knows about its tile, in shared memory as in fwd_sm80.cuh. Pointers, strides and
+// head dims count 16-bit units, as SmemTile does.
+template <class Tile, class Mask> struct Frame {
+  Work work;
+  Lengths len;
+  Mask mask;
+  int first, last;  // key blocks that some row of the tile sees; none: last < first
+  int head_dim, head_dim_v;
+  i64 q_stride, k_stride, v_stride;  // between rows
+  const u16 *q, *k, *v;              // row 0 of the head; q at the tile's first row
+
+  CUFA2_DEVICE Frame(const FwdParams& p, const Work& w)
+      : work(w), len(p, w.batch), mask(p, len), first(0), last(-1),
+        head_dim(p.head_dim * Tile::kUnits), head_dim_v(p.head_dim_v * Tile::kUnits),
+        q_stride(p.q_stride.row * Tile::kUnits), k_stride(p.k_stride.row * Tile::kUnits),
+        v_stride(p.v_stride.row * Tile::kUnits),
+        q(at(p.q, w.batch * p.q_stride.batch + w.head * p.q_stride.head +
+                      w.q_begin * p.q_stride.row)),
+        k(at(p.k, w.batch * p.k_stride.batch + w.head / p.group * p.k_stride.head)),
+        v(at(p.v, w.batch * p.v_stride.batch + w.head / p.group * p.v_stride.head)) {
+    const int q_end = min(w.q_begin + Tile::BLOCK_Q, len.q);
+    const KvRange range = mask.kv_range(w.q_begin, q_end);
+    if (w.q_begin < q_end && range.begin < range.end) {
+      first = range.begin / Tile::BLOCK_K;
+      last = (range.end - 1) / Tile::BLOCK_K;
+    }
+  }
+  static CUFA2_DEVICE const u16* at(const void* tensor, i64 element) {
+    return static_cast<const u16*>(tensor) + element * Tile::kUnits;
+  }
+};
+
+// Multiplies the Q tile by 0 or -1, so that the softmax always sees a positive scale.
+template <class Tile> CUFA2_DEVICE void apply_sign(u32 q_tile, float sign, int thread) {
+  using T = typename Tile::T;
+  for (int i = 16 * thread; i < Tile::Q::kBytes; i += 16 * Tile::kThreads) {
+    Piece<T> piece = load_piece<T>(q_tile + i);
+#pragma unroll
+    for (int j = 0; j < Tile::kPiece; ++j) piece.at[j] *= T(sign);
+    store_piece(q_tile + i, piece);
+  }
+}
+
+// Starts loading item `item` of a key block, if the tile has that block: the parts of K, then V.
+template <class Tile, class TileFrame>
+CUFA2_DEVICE void load_item(const TileFrame& frame, int block, int item, u32 slot) {
+  if (block >= frame.first) {
+    const int key = block * Tile::BLOCK_K, keys_left = frame.len.k - key;
+    const int column = item % Tile::PARTS * Tile::kUnits *
+                       (item < Tile::PARTS ? Tile::kPartD : Tile::kPartDv);
+    if (item < Tile::PARTS) {
+      TileLoader<typename Tile::K, Tile::kThreads>::load(
+          slot, frame.k + key * frame.k_stride + column, frame.k_stride, keys_left,
+          frame.head_dim - column, thread_index());
+    } else {
+      TileLoader<typename Tile::V, Tile::kThreads>::load(
+          slot, frame.v + key * frame.v_stride + column, frame.v_stride, keys_left,
+          frame.head_dim_v - column, thread_index());
+    }
+  }
+  cp_async_commit();
+}
+
+// Waits for the item of turn `turn` of a key block and starts the load for SLOTS - 1 turns later.
+template <class Tile, class TileFrame>
+CUFA2_DEVICE void begin_turn(const TileFrame& frame, int block, int turn, u32 spare) {
+  constexpr int kTurns = 2 * Tile::PARTS;
+  cp_async_wait<Tile::SLOTS - 2>();
+  block_sync();  // what has landed is visible to all; all are done with the turn before
+  const int ahead = turn + Tile::SLOTS - 1;
+  load_item<Tile>(frame, block - ahead / kTurns, ahead % kTurns, spare);
+}
+
+// Computes and stores BLOCK_Q rows from `row` of the frame's tile; returns whether this thread met
+// a NaN in O. SAFE: what is not finite enters no product that it could leak from.
+template <class Tile, class Score, bool SAFE, class TileFrame>
+CUFA2_DEVICE bool attend(const FwdParams& p, const TileFrame& frame, u32 q_tile, int row) {
+  using T = typename Tile::T;
+  constexpr int BLOCK_K = Tile::BLOCK_K, SLOTS = Tile::SLOTS, PARTS = Tile::PARTS;
+  constexpr u32 kSlot = Tile::kSlotBytes;
+  const u32 ring = q_tile + Tile::Q::kBytes, scores = ring + SLOTS * kSlot;
+  if (frame.last >= frame.first) {
+    TileLoader<typename Tile::Q, Tile::kThreads>::load(
+        q_tile, frame.q + row * frame.q_stride, frame.q_stride,
+        frame.len.q - frame.work.q_begin - row, frame.head_dim, thread_index());
+#pragma unroll
+    for (int i = 0; i < SLOTS - 1; ++i) {
+      load_item<Tile>(frame, frame.last - i / (2 * PARTS), i % (2 * PARTS), ring + i * kSlot);
+    }
+    if (p.q_sign != 1.0f) {
+      cp_async_wait<SLOTS - 2>();
+      block_sync();
+      apply_sign<Tile>(q_tile, p.q_sign, thread_index());
+    }
+  }
+  typename Tile::Output o;
+  WideSoftmax<T, 2 * Tile::M_TILES> softmax;
+  o.clear();
+  softmax.reset();
+  const WideScore<Score, T> score(p);
+  u32 slot = 0, spare = (SLOTS - 1) * kSlot;
+  auto end_turn = [&] {
+    spare = slot;
+    slot = slot == (SLOTS - 1) * kSlot ? 0 : slot + kSlot;
+  };
+  // Where a warp stands is computed anew wherever it is needed: registers are short.
+  auto warp_row = [&] { return frame.work.q_begin + row + Tile::team_row(thread_index()); };
+  for (int block = frame.last; block >= frame.first; --block) {
+    const int key = block * BLOCK_K, q_row = warp_row();
+    const KvRange range =
+        frame.mask.kv_range(q_row, min(q_row + 16 * Tile::M_TILES, frame.len.q));
+    // The rows of one warp see fewer keys than those of the tile.
+    const bool seen = q_row < frame.len.q && key < range.end && key + BLOCK_K > range.begin;
+    const bool masked = key < range.full_begin || key + BLOCK_K > range.full_end;
+    typename Tile::Scores s;
+    s.clear();
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+      begin_turn<Tile>(frame, block, part, ring + spare);
+      if (seen) {
+        const int thread = thread_index(), lane = thread % 32;
+        const u32 column = Tile::side(thread) * Tile::kSideD * sizeof(T);
+        const u32 q_rows = q_tile + Tile::team_row(thread) * Tile::Q::kRowBytes;
+        multiply_qk<Tile>(s,
+                          RowReader<T, typename Tile::Q>::for_a(
+                              q_rows + part * Tile::kPartD * sizeof(T) + column, lane),
+                          RowReader<T, typename Tile::K>::for_b(ring + slot + column, lane));
+      }
+      if (seen && part == PARTS - 1) {
+        if constexpr (Tile::SPLIT > 1) sum_sides<Tile>(s, scores);
+        if constexpr (SAFE && Tile::kHalves) mend_scores<Tile>(s, q_tile, ring + slot, p.head_dim);
+        apply_score<Tile, Score>(s, score);
+        if (masked) apply_mask<Tile>(s, frame.mask, warp_row(), key);
+        softmax.step(s, o, is_same<T, float> ? T(p.scale_log2) : T(p.exact_scale_log2));
+      }
+      end_turn();
+    }
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+      begin_turn<Tile>(frame, block, PARTS + part, ring + spare);
+      if (seen) {
+        const int thread = thread_index(), side = Tile::side(thread);
+        const u32 v_tile = ring + slot + side * Tile::kSideDv * sizeof(T);
+        const u32 own = own_scores<Tile>(scores);
+        if (Tile::STAGED && part == 0) store_scores<Tile>(own, s);
+        multiply_pv<Tile, SAFE>(o, s, own,
+                                PairReader<T, typename Tile::V>::at(v_tile, thread % 32), part,
+                                p.head_dim_v - part * Tile::kPartDv - side * Tile::kSideDv);
+        if constexpr (SAFE) add_nonfinite<Tile>(o, v_tile, frame.mask, part, warp_row(), key);
+      }
+      end_turn();
+    }
+  }
+  store_output<Tile>(p, frame.work, frame.len.q, o, softmax, warp_row());
+  return o.has_nan();
+}
+
+template <class Tile, class Mask, class Score>
+CUFA2_DEVICE void fwd_wide_sm80(const FwdParams& p) {
+  using TileFrame = Frame<Tile, Mask>;
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  __shared__ __align__(16) unsigned char frame_memory[sizeof(TileFrame)];
+  auto& frame = *reinterpret_cast<TileFrame*>(frame_memory);
+  const Work work = find_work<Tile::BLOCK_Q>(p);
+  if (!work.valid) return;
+  if (thread_index() == 0) frame = TileFrame(p, work);
+  block_sync();
+  const u32 memory = shared_address(shared_memory);
+  const bool nan = attend<Tile, Score, false>(p, frame, memory, 0);
+  if constexpr (Tile::kHalves || Mask::kPerRow) {
+    if (!block_any(nan)) return;
+    // Rare: the tile again, in parts of one tile of rows per warp, to leave registers. No sum of a
+    // row depends on other rows, so what no NaN touches comes out the same to the bit.
+    constexpr int kRows = 16 * Tile::WARPS / Tile::SPLIT;
+    using Part = WideTile<typename Tile::T, Tile::D, Tile::DV, kRows, Tile::BLOCK_K, Tile::WARPS,
+                          Tile::SPLIT, Tile::PARTS, Tile::SLOTS, Tile::STAGED, Tile::kTf32>;
+#pragma unroll 1
+    for (int row = 0; row < Tile::BLOCK_Q; row += kRows) {
+      attend<Part, Score, true>(p, frame, memory, row);
+      block_sync();
+    }
+  }
 }

@@ -7,7 +7,7 @@ thin over it.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from .problem import (
     Problem,
     check_array,
     check_lengths,
+    check_ranks,
     dtype_name,
     lse_type,
     make_problem,
@@ -37,9 +38,9 @@ class FlashAttention2:
         later from the disk cache); "cpu" refuses GPU arrays; None decides at the first call by
         where its arrays lie.
 
-    The launcher owns grids and work buffers: buffers are kept per stream and grown when needed;
-    they exist only for tensors that a kernel cannot read in place. The log-sum-exp that `forward`
-    returns is a new array each call, because callers keep it for the backward pass.
+    The launcher owns grids and work buffers: buffers are kept per stream and grown when needed.
+    They hold tensors that a kernel cannot use in place and what `backward` adds up. The
+    log-sum-exp that `forward` returns is a new array each call: callers keep it for `backward`.
 
     Raises ValueError, TypeError: an option or head dim is wrong. UnsupportedError: `device` is a
     GPU without a kernel for this. CompileError: NVRTC is missing or failed.
@@ -81,7 +82,7 @@ class FlashAttention2:
                 raise TypeError(f"{given}={d!r} is not an integer")
         self.dtype, (self.head_dim, self.head_dim_v) = name, dims
         self._device = parse_device(device)
-        head, head_v = (_Like((1, 1, 1, d), name) for d in dims)
+        head, head_v = (SimpleNamespace(shape=(1, 1, 1, d), dtype=name) for d in dims)
         problem = make_problem("forward", options, head, head, head_v)
         if self._device is not None and self._device[0] == "cuda":
             self._kernels(problem, self._device[1])
@@ -132,13 +133,8 @@ class FlashAttention2:
             o, o_view = self._output("out", out, o_shape, problem.dtype, call, at)
             lse, lse_view = None, None
             if want_lse or lse_out is not None:
-                lse, lse_view = self._output(
-                    "lse_out",
-                    lse_out,
-                    *lse_type(problem, len(qv.shape)),
-                    call,
-                    at,
-                )
+                lse_shape, lse_dtype = lse_type(problem, len(qv.shape))
+                lse, lse_view = self._output("lse_out", lse_out, lse_shape, lse_dtype, call, at)
             if o_view.size or (lse_view is not None and lse_view.size):
                 self._run_forward(problem, call, o_view, lse_view, at)
             o = arrays.export(o, qv, at) if out is None else out
@@ -160,18 +156,14 @@ class FlashAttention2:
         dlse: Any = None,
         stream: Any = None,
     ) -> tuple[Any, Any, Any]:
-        """Compute (dq, dk, dv); shapes, dtypes and errors as in `flash_attention_backward`."""
-        named = {
-            "q": q,
-            "k": k,
-            "v": v,
-            "do": do,
-            "o": o,
-            "lse": lse,
-            "dlse": dlse,
-            "seqlens_q": seqlens_q,
-            "seqlens_k": seqlens_k,
-        }
+        """Compute (dq, dk, dv); shapes, dtypes and errors as in `flash_attention_backward`.
+
+        Work memory on a GPU, in bytes, R being Sq rounded up to a multiple of 64: 8 B H R, and
+        unless deterministic 4 B H R D for the float32 sums of dq (D as compiled: 32, 64, 96, 128,
+        192 or 256).
+        """
+        named = {"q": q, "k": k, "v": v, "do": do, "o": o, "lse": lse, "dlse": dlse}
+        named |= {"seqlens_q": seqlens_q, "seqlens_k": seqlens_k}
         at = place(named, stream)
         with at.current():
             call = self._read(at, **named)
@@ -187,14 +179,7 @@ class FlashAttention2:
             grads = [arrays.empty(call[n].shape, problem.dtype, qv, at) for n in ("q", "k", "v")]
             for n, g in zip("qkv", grads, strict=True):
                 call[f"d{n}"] = arrays.view(f"d{n}", g, at)
-            if kernels:
-                self._run_backward(problem, kernels, call, at)
-            else:
-                host = self._host(call)
-                do_, q_, k_, v_, o_, lse_ = (host[n] for n in ("do", "q", "k", "v", "o", "lse"))
-                results = (host["dq"], host["dk"], host["dv"])
-                options = (host.get(n) for n in ("dlse", "seqlens_q", "seqlens_k"))
-                reference.backward(problem, do_, q_, k_, v_, o_, lse_, *results, *options)
+            self._run_backward(problem, kernels, call, at)
             dq, dk, dv = (arrays.export(g, qv, at) for g in grads)
             return dq, dk, dv
 
@@ -204,16 +189,7 @@ class FlashAttention2:
             mine, theirs = spell(self._device), spell((at.kind, at.index))
             raise ValueError(f"this launcher is for {mine}; the arrays are on {theirs}")
         views = {n: None if a is None else arrays.view(n, a, at) for n, a in named.items()}
-        q = views["q"]
-        assert q is not None, "place() has refused None"
-        rank = len(q.shape)
-        for name in ("q", "k", "v"):
-            shape = views[name].shape  # type: ignore[union-attr]
-            if len(shape) != rank or rank not in (3, 4):
-                raise ValueError(
-                    f"{name} has shape {shape}; q, k and v must all be 4-D "
-                    f"({self.options.layout}) or all be 3-D (batch*heads, seqlen, head_dim)"
-                )
+        check_ranks(self.options.layout, *(views[n] for n in ("q", "k", "v")))
         return views
 
     def _problem(self, direction: Any, call: dict[str, Any]) -> Problem:
@@ -274,17 +250,25 @@ class FlashAttention2:
             reference.forward(problem, q, k, v, out, *(host.get(n) for n in ("lse_out", *lens)))
             return
         (kernel,) = self._kernels(problem, at.index)
-        named = {**call, "o": o, "lse": lse}
-        views = self._launch_views(named, ("q", "k", "v", "o"), ("lse", *lens))
+        call = {**call, "o": o, "lse": lse}
+        views = self._launch_views(call, ("q", "k", "v", "o"), ("lse", *lens))
         launch.forward(kernel, problem, views, at, self._work(at))
         self._hold(call, at)
 
     def _run_backward(
         self, problem: Problem, kernels: list[Loaded], call: dict[str, Any], at: Place
     ) -> None:
+        rows = ("dlse", "seqlens_q", "seqlens_k")
+        if at.kind == "cpu":
+            host = self._host(call)
+            do, q, k, v, o, lse = (host[n] for n in ("do", "q", "k", "v", "o", "lse"))
+            results = (host["dq"], host["dk"], host["dv"])
+            reference.backward(
+                problem, do, q, k, v, o, lse, *results, *(host.get(n) for n in rows)
+            )
+            return
         tensors = ("q", "k", "v", "o", "grad_o", "dq", "dk", "dv")
-        rows = ("lse", "dlse", "seqlens_q", "seqlens_k")
-        views = self._launch_views({**call, "grad_o": call["do"]}, tensors, rows)
+        views = self._launch_views({**call, "grad_o": call["do"]}, tensors, ("lse", *rows))
         launch.backward(kernels, problem, views, at, self._work(at))
         self._hold(call, at)
 
@@ -299,9 +283,8 @@ class FlashAttention2:
         return self._scratch.setdefault((at.index, *stream_key(at.stream)), Scratch())
 
     def _hold(self, call: dict[str, Any], at: Place) -> None:
-        """Keep the inputs that no allocator ties to the stream until it has used them."""
-        apart = [v.owner for v in call.values() if v is not None and v.library in at.apart]
-        hold(apart, at.stream)
+        """Keep the arrays that no allocator ties to the stream until it has used them."""
+        hold([v.owner for v in call.values() if v and v.library in at.apart], at.stream)
 
     def _kernels(self, problem: Problem, index: int) -> list[Loaded]:
         variants = plan.choose(problem, device.info(index)).variants
@@ -315,9 +298,3 @@ class FlashAttention2:
 def launcher(options: Options) -> FlashAttention2:
     """The shared launcher of a set of options."""
     return FlashAttention2.for_options(options)
-
-
-@dataclass(frozen=True)
-class _Like:
-    shape: tuple[int, ...]
-    dtype: str

@@ -92,7 +92,8 @@ def source_of(variant: Variant) -> str:
         f"{bytes_of}{flatten(kernel.file)}\n{defines}\n"
         f'extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)\n'
         f"{variant.name}(const __grid_constant__ {kernel.params} params) {{\n"
-        f"  using VariantTile = {kernel.tile_type}<ELEMENT, HEAD_DIM, HEAD_DIM_V TILE_ARGUMENTS>;\n"
+        f"  using VariantTile = {kernel.tile_type}<ELEMENT, HEAD_DIM, HEAD_DIM_V\n"
+        f"                                         TILE_ARGUMENTS>;\n"
         f"  {kernel.name}<VariantTile POLICIES>(params);\n}}\n"
     )
 

@@ -40,6 +40,7 @@ class Tile:
     # Only where registers suffice without spills: newest compute capability, score policies.
     max_cc: tuple[int, int] | None = None
     scores: tuple[str, ...] = ("plain", "softcap")
+    least_smem: int = 0  # only where a block may have so many bytes: min_blocks fit together
 
     @property
     def arguments(self) -> tuple[int | bool, ...]:
@@ -73,7 +74,7 @@ class BwdTile(Tile):
 
     key_warps: int = 1
     q_stages: int = 2
-    do_stages: int = 1
+    do_stages: int = 2
 
     @property
     def arguments(self) -> tuple[int | bool, ...]:
@@ -81,11 +82,11 @@ class BwdTile(Tile):
         return *sizes, self.key_warps, self.q_stages, self.do_stages
 
     def smem_bytes(self, head_dim: int, head_dim_v: int) -> int:
-        """K and V; stages of Q (with lse and delta) and dO; P and dS, where warps share them."""
+        """K, V; stages of Q (with lse and delta) and dO; P, if warps share it; dS twice."""
         kv = 2 * self.block_k * (head_dim + head_dim_v)
         q = self.q_stages * self.block_q * (2 * head_dim + 8)
         grad_o = self.do_stages * self.block_q * 2 * head_dim_v
-        weights = 2 * self.block_k * self.block_q * (1 if self.key_warps == self.warps else 2)
+        weights = 2 * self.block_k * self.block_q * (2 if self.key_warps == self.warps else 3)
         return kv + q + grad_o + weights
 
 
@@ -98,8 +99,9 @@ class DqTile(Tile):
         return self.block_q, self.block_k, self.warps
 
     def smem_bytes(self, head_dim: int, head_dim_v: int) -> int:
-        """Q and dO, two stages of K and V."""
-        return 2 * (self.block_q + 2 * self.block_k) * (head_dim + head_dim_v)
+        """Q and dO, lse and delta, two stages of K and V."""
+        tiles = 2 * (self.block_q + 2 * self.block_k) * (head_dim + head_dim_v)
+        return tiles + 8 * self.block_q
 
 
 @dataclass(frozen=True, eq=False)  # a row is itself: compared and hashed by identity, at no cost
@@ -176,10 +178,8 @@ SMEM_RESERVE = 1024
 
 _HALVES = ("float16", "bfloat16")
 _HEAD_DIMS = (32, 64, 96, 128, 192, 256)
-_TOO_LONG = (
-    f"sequences longer than {MAX_SEQLEN}",
-    lambda p: max(p.seqlen_q, p.seqlen_k) > MAX_SEQLEN,
-)
+_LONG = f"sequences longer than {MAX_SEQLEN}"
+_TOO_LONG = (_LONG, lambda p: max(p.seqlen_q, p.seqlen_k) > MAX_SEQLEN)
 
 
 def _query_tiles(tile: Tile, p: Problem) -> int:
@@ -245,11 +245,15 @@ KERNELS: tuple[Kernel, ...] = (
         dtypes=_HALVES,
         head_dims=_HEAD_DIMS,
         tiles=(
-            BwdTile(64, 64, 128, 4, 2, key_warps=4, q_stages=2, do_stages=2),
-            BwdTile(128, 64, 64, 4, 2, key_warps=2, q_stages=2, do_stages=1),
-            BwdTile(256, 64, 64, 8, 1, key_warps=2, q_stages=2, do_stages=1),
+            BwdTile(64, 64, 128, 4, 2, key_warps=4, least_smem=200 << 10),
+            BwdTile(64, 32, 128, 4, 2, key_warps=4),
+            BwdTile(128, 64, 128, 8, 1, key_warps=4, max_cc=(9, 0)),
+            BwdTile(128, 64, 128, 8, 1, key_warps=4, do_stages=1),
+            BwdTile(128, 32, 64, 4, 2, key_warps=2),
+            BwdTile(256, 64, 64, 8, 1, key_warps=2),
+            BwdTile(256, 64, 64, 8, 1, key_warps=2, do_stages=1),
             BwdTile(256, 64, 64, 8, 1, key_warps=2, q_stages=1, do_stages=1),
-            BwdTile(256, 32, 32, 4, 1, key_warps=2, q_stages=2, do_stages=1),
+            BwdTile(256, 32, 32, 4, 1, key_warps=2, do_stages=1),
         ),
         excludes=(_TOO_LONG,),
         atomics=True,

@@ -104,10 +104,9 @@ def forward(
     views: q, k, v, o (B, S, H, D), lse, seqlens_q, seqlens_k (the last three may be None). One
     the kernel cannot use in place is replaced by a work copy in `scratch`.
     """
-    with scratch.lock:
-        with _in_place(problem, views, ("q", "k", "v"), ("o",), (), scratch) as (placed, _):
-            values = params.forward_values(problem, placed, device.info(at.index).l2_bytes)
-            _launch(kernel, problem, values, at)
+    with _in_place(problem, views, ("q", "k", "v"), ("o",), (), scratch) as (placed, _):
+        values = params.forward_values(problem, placed, device.info(at.index).l2_bytes)
+        _launch(kernel, problem, values, at)
 
 
 def backward(
@@ -128,14 +127,13 @@ def backward(
     sums = 0 if main.deterministic else rows * main.head_dim
     extra = [((rows,), 4), ((rows,), 4), ((sums,), 4)]
     inputs, outputs = ("q", "k", "v", "o", "grad_o"), ("dq", "dk", "dv")
-    with scratch.lock:
-        with _in_place(problem, views, inputs, outputs, extra, scratch) as (placed, work):
-            at_work = [w.data.ptr if w.size else 0 for w in work]
-            named = dict(zip(("lse_log2", "delta", "dq_sum"), at_work, strict=True))
-            l2_bytes = device.info(at.index).l2_bytes
-            values = params.backward_values(problem, placed, named, l2_bytes)
-            for kernel in kernels:
-                _launch(kernel, problem, values, at)
+    with _in_place(problem, views, inputs, outputs, extra, scratch) as (placed, work):
+        pointers = [w.data.ptr if w.size else 0 for w in work]
+        named = dict(zip(("lse_log2", "delta", "dq_sum"), pointers, strict=True))
+        l2_bytes = device.info(at.index).l2_bytes
+        values = params.backward_values(problem, placed, named, l2_bytes)
+        for kernel in kernels:
+            _launch(kernel, problem, values, at)
 
 
 @contextmanager
@@ -154,16 +152,17 @@ def _in_place(
     known = {n: v for n in (*inputs, *outputs) if (v := views[n]) is not None}
     unaligned = [n for n, v in known.items() if not arrays.aligned(v)]
     wanted = [(arrays.padded_shape(known[n]), known[n].itemsize) for n in unaligned]
-    made = scratch.take([*wanted, *extra]) if unaligned or extra else []
-    work = dict(zip(unaligned, made, strict=False))
-    for name in unaligned:
-        if name in inputs:
-            arrays.copy_in(work[name], known[name])
-    placed = {n: arrays.work_view(w, problem.dtype) for n, w in work.items()}
-    yield {**views, **placed}, made[len(unaligned) :]
-    for name in unaligned:
-        if name in outputs:
-            arrays.copy_out(known[name], work[name])
+    with scratch.lock:
+        made = scratch.take([*wanted, *extra]) if unaligned or extra else []
+        work = dict(zip(unaligned, made, strict=False))
+        for name in unaligned:
+            if name in inputs:
+                arrays.copy_in(work[name], known[name])
+        placed = {n: arrays.work_view(w, problem.dtype) for n, w in work.items()}
+        yield {**views, **placed}, made[len(unaligned) :]
+        for name in unaligned:
+            if name in outputs:
+                arrays.copy_out(known[name], work[name])
 
 
 def _launch(kernel: Loaded, problem: Problem, values: Mapping[str, Any], at: Place) -> None:

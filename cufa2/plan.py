@@ -59,9 +59,7 @@ def choose(problem: Problem, info: DeviceInfo, kernel: str | None = None) -> Pla
     return Plan(tuple(chosen))
 
 
-def _explain(
-    problem: Problem, info: DeviceInfo, kernel: str | None, refusals: list[str]
-) -> str:
+def _explain(problem: Problem, info: DeviceInfo, kernel: str | None, refusals: list[str]) -> str:
     wanted = (
         f"{problem.direction} of {problem.dtype}, D={problem.head_dim}, Dv={problem.head_dim_v}"
     )
@@ -140,5 +138,6 @@ def _tile(row: Kernel, d: int, dv: int, score: str, info: DeviceInfo) -> Tile | 
         and t.smem_bytes(d, dv) <= room
         and (t.max_cc is None or info.cc <= t.max_cc)
         and score in t.scores
+        and t.least_smem <= info.smem_per_block
     )
     return next(fitting, None)

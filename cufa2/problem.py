@@ -175,6 +175,17 @@ def make_problem(
     )
 
 
+def check_ranks(layout: str, *qkv: Typed | None) -> None:
+    """Raise unless q, k and v all have four axes or all have three."""
+    shapes = [x.shape for x in qkv if x is not None]
+    for name, shape in zip("qkv", shapes, strict=True):
+        if len(shape) != len(shapes[0]) or len(shape) not in (3, 4):
+            raise ValueError(
+                f"{name} has shape {shape}; q, k and v must all be 4-D "
+                f"({layout}) or all be 3-D (batch*heads, seqlen, head_dim)"
+            )
+
+
 def check_array(name: str, array: Typed, shape: Shape, dtype: str) -> None:
     """Raise unless `array` has exactly this shape and dtype (do, o, lse, out=, lse_out=, dlse)."""
     if array.dtype != dtype:

@@ -1,12 +1,13 @@
 """What a call costs besides the kernel: host time, first call, cached load, memory.
 
-Run by `bench.sh forward --host`; as a program of its own it is the child process that times first
+Run by `bench.sh --host`; as a program of its own it is the child process that times first
 calls with the cache folder it finds in CUFA2_CACHE_DIR, and prints them as JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import os
@@ -15,17 +16,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from peers import to_torch
+from peers import to_torch, torch_call
 
-from cufa2 import FlashAttention2, device, flash_attention, testing
+from cufa2 import FlashAttention2, device, flash_attention, flash_attention_backward, testing
+from cufa2.problem import DTYPES
 
 BATCHES, CALLS = 40, 50  # the launch queue holds about 1000 calls, so 50 never wait for the device
 FIRST_CALL_DIMS = (32, 64, 96, 128, 192, 256)
-LONG = (1, 131072, 4, 128)  # B, S, H, D of the memory measurement: 513 MiB of arrays in bf16
+# B, S, H, D of the memory measurements: about 500 MiB of arrays in bfloat16.
+LONG = (1, 131072, 4, 128)
+LONG_BACKWARD = (1, 65536, 4, 128)
 
 
 def queued(call: Callable[[], Any]) -> float:
@@ -52,10 +57,10 @@ def filled(shape: tuple[int, ...], dtype: str) -> Any:
 
 def host_times(dtype: str) -> dict[str, float]:
     """Host microseconds per warm call on a tiny problem, torch's SDPA beside cufa2."""
-    cupy = device.cupy()
-    q, k, v = (filled((1, 64, 4, 64), dtype) for _ in range(3))
-    out, lse = cupy.empty(q.shape, q.dtype), cupy.empty((1, 4, 64), np.float32)
+    q, k, v, do = (filled((1, 64, 4, 64), dtype) for _ in range(4))
+    out, lse = flash_attention(q, k, v, causal=True, return_lse=True)
     op = FlashAttention2(64, dtype, causal=True)
+    gradients = partial(flash_attention_backward, do, q, k, v, out, lse, causal=True)
     times = {
         "flash_attention": queued(lambda: flash_attention(q, k, v, causal=True)),
         "flash_attention, out=": queued(lambda: flash_attention(q, k, v, causal=True, out=out)),
@@ -63,6 +68,9 @@ def host_times(dtype: str) -> dict[str, float]:
         "FlashAttention2.forward, out= and lse_out=": queued(
             lambda: op.forward(q, k, v, out=out, lse_out=lse)
         ),
+        "flash_attention_backward": queued(gradients),
+        "flash_attention_backward, deterministic": queued(partial(gradients, deterministic=True)),
+        "FlashAttention2.backward": queued(lambda: op.backward(do, q, k, v, out, lse)),
     }
     try:
         import torch
@@ -71,15 +79,23 @@ def host_times(dtype: str) -> dict[str, float]:
     except ImportError as e:
         print(f"note: no PyTorch beside these ({e})")
         return times
-    a, b, c = (to_torch(x).transpose(1, 2) for x in (q, k, v))
-    with torch.no_grad():
-        times["torch sdpa"] = queued(lambda: sdpa(a, b, c, is_causal=True))
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            times["torch sdpa, FlashAttention-2"] = queued(lambda: sdpa(a, b, c, is_causal=True))
-        x, y, z = (to_torch(t) for t in (q, k, v))
-        times["flash_attention on torch tensors"] = queued(
-            lambda: flash_attention(x, y, z, causal=True)
-        )
+    tensors = [to_torch(x).transpose(1, 2) for x in (q, k, v, do)]
+    x, y, z = (to_torch(t) for t in (q, k, v))
+    causal = partial(sdpa, is_causal=True)
+    for name, context in (
+        ("torch sdpa", contextlib.nullcontext()),
+        ("torch sdpa, FlashAttention-2", sdpa_kernel(SDPBackend.FLASH_ATTENTION)),
+    ):
+        try:
+            with context:
+                with torch.no_grad():
+                    times[name] = queued(torch_call(causal, *tensors[:3]))
+                times[f"{name}, backward"] = queued(torch_call(causal, *tensors))
+        except RuntimeError as e:
+            print(f"note: no {name} for {dtype} ({e})")
+    times["flash_attention on torch tensors"] = queued(
+        lambda: flash_attention(x, y, z, causal=True)
+    )
     return times
 
 
@@ -120,42 +136,73 @@ def time_first_calls(dtype: str) -> dict[str, float]:
 
 
 def peak_memory(dtype: str) -> dict[str, float]:
-    """Bytes taken by a call at S = 131072 against those of its arrays."""
+    """Bytes taken by a forward call at S = 131072 against those of its arrays."""
+
+    def run(seqlen: int) -> list[Any]:
+        q, k, v = (filled((LONG[0], seqlen, *LONG[2:]), dtype) for _ in range(3))
+        return [q, k, v, *flash_attention(q, k, v, causal=True, return_lse=True)]
+
+    return peak(run, LONG[1], 0)
+
+
+def peak_memory_backward(dtype: str, deterministic: bool) -> dict[str, float]:
+    """Likewise for a backward call at S = 65536: inputs, outputs, two float32 numbers a query and,
+    unless deterministic, a float32 dq."""
+    batch, longest, heads, dim = LONG_BACKWARD
+
+    def run(seqlen: int) -> list[Any]:
+        q, k, v, do = (filled((batch, seqlen, heads, dim), dtype) for _ in range(4))
+        o, lse = flash_attention(q, k, v, causal=True, return_lse=True)
+        grads = flash_attention_backward(
+            do, q, k, v, o, lse, causal=True, deterministic=deterministic
+        )
+        return [q, k, v, do, o, lse, *grads]
+
+    rows = batch * longest * heads
+    return peak(run, longest, 4 * rows * (2 if deterministic else 2 + dim))
+
+
+def peak(run: Callable[[int], list[Any]], seqlen: int, work: int) -> dict[str, float]:
+    """Bytes taken by run(seqlen) against those of the arrays that it returns and `work` more."""
     cupy = device.cupy()
     pool, runtime = cupy.get_default_memory_pool(), cupy.cuda.runtime
-    batch, seqlen, heads, dim = LONG
-    warm = filled((batch, 256, heads, dim), dtype)
-    flash_attention(warm, warm, warm, causal=True, return_lse=True)  # module and its local memory
+    run(256)  # loads the modules, with what local memory they need
     runtime.deviceSynchronize()
     gc.collect()
     pool.free_all_blocks()
     pool_before, free_before = pool.total_bytes(), runtime.memGetInfo()[0]
-    q, k, v = (filled((batch, seqlen, heads, dim), dtype) for _ in range(3))
-    o, lse = flash_attention(q, k, v, causal=True, return_lse=True)
+    arrays = run(seqlen)
     runtime.deviceSynchronize()
     # The pool gives nothing back by itself, so its size now is its peak.
-    peak = pool.total_bytes() - pool_before
+    taken = pool.total_bytes() - pool_before
     card = free_before - runtime.memGetInfo()[0]
-    arrays = sum(x.nbytes for x in (q, k, v, o, lse))
+    expected = sum(x.nbytes for x in arrays) + work
     return {
         "seqlen": seqlen,
-        "arrays_bytes": arrays,
-        "pool_peak_bytes": peak,
+        "arrays_bytes": expected - work,
+        "work_bytes": work,
+        "pool_peak_bytes": taken,
         "card_bytes": card,
-        "pool_excess_percent": 100 * (peak / arrays - 1),
-        "card_excess_percent": 100 * (card / arrays - 1),
+        "pool_excess_percent": 100 * (taken / expected - 1),
+        "card_excess_percent": 100 * (card / expected - 1),
     }
 
 
 def measure(dtype: str) -> dict[str, Any]:
     """All of the above, printed as it comes."""
-    memory = peak_memory(dtype)
-    print(
-        f"peak memory at S = {memory['seqlen']}: arrays {memory['arrays_bytes'] / 2**20:.1f} MiB, "
-        f"CuPy's pool {memory['pool_excess_percent']:+.2f} %, "
-        f"cudaMemGetInfo {memory['card_excess_percent']:+.2f} %",
-        flush=True,
-    )
+    memory = {
+        "forward": peak_memory(dtype),
+        "backward": peak_memory_backward(dtype, False),
+        "backward, deterministic": peak_memory_backward(dtype, True),
+    }
+    for name, m in memory.items():
+        print(
+            f"peak memory of the {name} at S = {m['seqlen']}: "
+            f"arrays {m['arrays_bytes'] / 2**20:.1f} MiB, work {m['work_bytes'] / 2**20:.1f} MiB, "
+            f"CuPy's pool {m['pool_excess_percent']:+.2f} %, "
+            f"cudaMemGetInfo {m['card_excess_percent']:+.2f} %",
+            flush=True,
+        )
     calls = first_calls(dtype)
     print("first call in a new process, milliseconds (empty cache, filled cache, second call);")
     print("the first row has loading NVRTC, or what else a process does once, in it")
@@ -172,5 +219,5 @@ def measure(dtype: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
+    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
     print(json.dumps(time_first_calls(parser.parse_args().dtype)))

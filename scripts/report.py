@@ -190,11 +190,12 @@ def show_environment(env: dict[str, Any]) -> None:
 
 def stem(run: Run, folder: Path = RESULTS) -> Path:
     """Path without ending for a run's files: card, pass, dtype unless bfloat16, date, commit."""
-    env, dtype = run["environment"], run["settings"]["dtype"]
+    env, settings = run["environment"], run["settings"]
     card = re.sub(r"[^a-z0-9]+", "-", env["card"].lower()).strip("-")
     date = re.sub(r"[^0-9]", "", env["date"][:16])
     commit = (env["commit"][:8] or "nogit") + ("-dirty" if env["dirty"] else "")
-    what = run["pass"] + ("" if dtype == "bfloat16" else f"-{dtype}")
+    measured = (run["pass"], settings["dtype"], settings.get("precision"))
+    what = "-".join(x for x in measured if x not in (None, "bfloat16"))
     return folder / f"{card}_{what}_{date}_{commit}"
 
 

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Small forward problems on every kernel and tile under NVIDIA's compute-sanitizer.
+# Small forward and backward problems on every kernel and tile under NVIDIA's compute-sanitizer.
 #
 # usage: bash scripts/sanitize.sh [memcheck|racecheck|initcheck|synccheck ...] [-- arguments of
-#        scripts/sanitize_cases.py]
-# Default: memcheck. Uses $PYTHON (default python3) as it is; compute-sanitizer comes with the CUDA
-# toolkit and is looked for on the path and under $CUDA_HOME (default /usr/local/cuda).
+#        scripts/sanitize_cases.py, such as --direction backward]
+# Default: memcheck. racecheck slows kernels so much that it is given fewer problems and head dims.
+# Uses $PYTHON (default python3) as it is; compute-sanitizer comes with the CUDA toolkit and is
+# looked for on the path and under $CUDA_HOME (default /usr/local/cuda).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/venv.sh
@@ -24,6 +25,8 @@ sanitizer=$(PATH=$PATH:${CUDA_HOME:-/usr/local/cuda}/bin command -v compute-sani
     die "compute-sanitizer is not on the path nor under CUDA_HOME; it is part of the CUDA toolkit"
 python=$(find_python)
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
 
 say "without the sanitizer: results, and kernels into the cache"
 "$python" scripts/sanitize_cases.py --jobs "$(nproc)" "$@"
@@ -31,9 +34,17 @@ say "without the sanitizer: results, and kernels into the cache"
 for tool in "${tools[@]}"; do
     # Libraries probe the driver with calls that may fail: only what kernels do is looked at.
     options=(--tool "$tool" --error-exitcode 99 --report-api-errors no --launch-timeout 120)
-    # Room between allocations, so that running over the end of one does not land in the next.
-    [[ $tool != memcheck ]] || options+=(--padding 512)
+    cases=()
+    case $tool in
+        # Room between allocations, so that running over the end of one does not land in the next.
+        memcheck) options+=(--padding 512) ;;
+        racecheck) cases+=(--few) ;;
+        initcheck) cases+=(--no-poison) ;; # which would count as initialised
+    esac
     say "compute-sanitizer ${options[*]}"
-    "$sanitizer" "${options[@]}" "$python" scripts/sanitize_cases.py "$@"
+    "$sanitizer" "${options[@]}" "$python" scripts/sanitize_cases.py "${cases[@]}" "$@" | tee "$log"
+    # A hazard that is only a warning leaves the exit status as it is.
+    [[ $tool != racecheck ]] || grep -q "RACECHECK SUMMARY: 0 hazards" "$log" ||
+        die "racecheck reports hazards, see above"
 done
 say "clean: ${tools[*]}"

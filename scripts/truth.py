@@ -17,8 +17,16 @@ import numpy as np
 from peers import Contestant, Inputs, to_host
 
 from cufa2 import device
-from cufa2.testing import Case, assert_accurate, plain_attention, reference64, to_numpy
+from cufa2.testing import (
+    Case,
+    assert_accurate,
+    gradient_noise,
+    plain_attention,
+    reference64,
+    to_numpy,
+)
 
+SAME = 0.01  # share of the largest value that rounding may cost a peer
 CHUNK = 2048  # queries at a time against all keys: 256 MiB of float64 scores at 16k keys
 
 Array = np.ndarray[Any, Any]
@@ -30,6 +38,7 @@ class Truth:
     """Rows of one head of one result, (rows, D): in float64, and from unfused low precision code.
 
     place: of the result among those that a contestant returns: o, or dq, dk, dv.
+    noise: as `assert_accurate` takes it.
     """
 
     result: str
@@ -39,6 +48,7 @@ class Truth:
     rows: slice
     exact: Array
     plain: Array
+    noise: float = 0.0
 
 
 def truths(case: Case, inputs: Inputs, low: Dtype) -> list[Truth]:
@@ -80,7 +90,7 @@ def forward_rows(case: Case, inputs: Inputs, batch: int, head: int, low: Dtype) 
 
 
 class Head(NamedTuple):
-    """One query head: q, do (Sq, D), its k, v (Sk, D), lse, delta (Sq,) in float64; its options."""
+    """One query head: q, do (Sq, D), its k, v (Sk, D), and lse, delta (Sq,) in float64."""
 
     q: Array
     k: Array
@@ -106,18 +116,23 @@ def backward_rows(
         )
         lse, delta = statistics(q, k, v, do, scale, bool(case.causal))
         heads.append(Head(q, k, v, do, lse, delta, scale, bool(case.causal)))
+    mine = heads[head - kv * group]
     queries, keys = (checked_rows(n, q.dtype) for n in (case.seqlen_q, case.seqlen_k))
-    both: list[tuple[Array, Array, Array]] = []
+    both: list[tuple[Array, ...]] = []
     for dtype in (None, low):
-        dq = query_gradient(heads[head - kv * group], positions(queries), dtype)
+        dq = query_gradient(mine, positions(queries), dtype)
         pairs = [key_gradients(one, positions(keys), dtype) for one in heads]
-        both.append((dq, sum(dk for dk, _ in pairs), sum(dv for _, dv in pairs)))
+        both.append((dq, *(np.sum(grads, axis=0) for grads in zip(*pairs, strict=True))))
     for place, (name, h, blocks) in enumerate(
         (("dq", head, queries), ("dk", kv, keys), ("dv", kv, keys))
     ):
         exact, plain = (np.split(grads[place], len(blocks)) for grads in both)
         for n, rows in enumerate(blocks):
-            yield Truth(name, place, batch, h, rows, exact[n], plain[n].astype(low))
+            noise = 0.0
+            if name == "dq" and case.causal and rows.start == 0:  # the first query sees one key
+                do, q, k, v = (x[: rows.stop] for x in (mine.do, mine.q, mine.k, mine.v))
+                noise = gradient_noise(do, q, k, v, scale)
+            yield Truth(name, place, batch, h, rows, exact[n], plain[n].astype(low), noise)
 
 
 def positions(blocks: list[slice]) -> Array:
@@ -205,12 +220,24 @@ def multiplier() -> Any:
     return cupy
 
 
-def check(expected: list[Truth], who: Contestant, output: Any) -> float:
-    """Largest error of a contestant's results; AssertionError if one breaks the accuracy rule."""
+def check(
+    expected: list[Truth], who: Contestant, output: Any, strict: bool
+) -> tuple[float, list[str]]:
+    """Largest error of a contestant's results, and where they break the accuracy rule.
+
+    AssertionError: they break it although `strict`, or are so far off that they are not the same
+    results.
+    """
     results = output if isinstance(output, tuple) else (output,)
-    errors = []
+    errors, complaints = [], []
     for t in expected:
         rows = who.rows(results[t.place], t.batch, t.head)[t.rows]
         name = f"{who.name}, {t.result}, head {t.head} of batch {t.batch}, rows {t.rows.start}.."
-        errors.append(assert_accurate(rows, t.exact, t.plain, name)[0])
-    return max(errors)
+        errors.append(float(np.abs(rows.astype(t.exact.dtype) - t.exact).max()))
+        try:
+            assert_accurate(rows, t.exact, t.plain, name, t.noise)
+        except AssertionError as e:
+            if strict or not errors[-1] <= SAME * np.abs(t.exact).max():
+                raise
+            complaints.append(str(e))
+    return max(errors), complaints

@@ -15,7 +15,7 @@ import functools
 import itertools
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from types import SimpleNamespace
@@ -23,11 +23,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cufa2 import compiler, device, plan
+from cufa2 import (
+    attention,
+    compiler,
+    device,
+    flash_attention,
+    flash_attention_backward,
+    plan,
+)
 from cufa2.kernels import KERNELS, MASKS, SCORES, Kernel, Tile, Variant
 from cufa2.testing import assert_accurate, assert_lse, gradient_noise, numpy_dtype
 
 DTYPES = ("float16", "bfloat16")
+MODES = (False, True)  # of the backward pass: deterministic or not
 NAN_BITS = 0xFFFF  # a NaN in float16 and in bfloat16
 FORWARD = next(row for row in KERNELS if row.direction == "forward")
 
@@ -493,7 +501,7 @@ def to_device(x: Any) -> Any:
 def fill_nan(*arrays: Any) -> None:
     """Every bit set: a NaN in each floating type."""
     for x in arrays:
-        bits(x)[...] = (1 << (8 * x.itemsize)) - 1
+        x.view(f"i{x.itemsize}")[...] = -1
 
 
 def inputs(
@@ -503,6 +511,26 @@ def inputs(
     shapes = ((b, sq, h, d), (b, sk, hk, d), (b, sk, hk, dv))
     q, k, v = (normal(s, dtype, 3 * seed + n) for n, s in enumerate(shapes))
     return q, k, v
+
+
+def problem(
+    b: int, sq: int, sk: int, h: int, hk: int, d: int, dv: int, dtype: str, seed: int = 0
+) -> tuple[Any, Any, Any, Any]:
+    """do (B,Sq,H,Dv), q, k and v, standard normal."""
+    do = normal((b, sq, h, dv), dtype, 10**6 + seed)
+    return do, *inputs(b, sq, sk, h, hk, d, dv, dtype, seed)
+
+
+def four(tensors: Iterable[Any]) -> tuple[Any, Any, Any, Any]:
+    """do, q, k and v made from those of a problem, say."""
+    do, q, k, v = tensors
+    return do, q, k, v
+
+
+def normal_lse(q: Any, seed: int) -> Any:
+    """A gradient of lse: (B, H, Sq)."""
+    b, sq, h, _ = q.shape
+    return normal((b, h, sq), lse_dtype(q.dtype.name), seed)
 
 
 def dense(
@@ -647,8 +675,8 @@ class Gradients(NamedTuple):
     plain: tuple[Any, Any, Any]
     dead: Any  # (B, Sq, H): rows that see no key
     unseen: Any  # (B, Sk, Hk): keys that no row sees
-    noise: float  # of dq and dk
-    steps: int  # of a product over Dv on the tensor cores
+    noise: float  # of dq and dk, see `gradient_noise`
+    vanishing: tuple[float, float, float]  # how many times as much where a gradient is 0
 
 
 def expected_gradients(do: Any, q: Any, k: Any, v: Any, **options: Any) -> Gradients:
@@ -660,25 +688,36 @@ def expected_gradients(do: Any, q: Any, k: Any, v: Any, **options: Any) -> Gradi
     scale = options.get("softmax_scale")
     scale = None if scale is None else float(scale)
     noise = gradient_noise(grad_o, query, key, value, scale)
+    # Where dP - delta vanishes, it is what remains of two sums of Dv products. A tensor core cuts
+    # its sums off once every 16 products, and dk adds up the noise of all rows.
+    steps, rows = -(-v.shape[3] // 16), max(q.shape[1] * q.shape[2] // max(k.shape[2], 1), 1)
     dq, dk, dv = exact
-    return Gradients((dq, dk, dv), plain, dead, unseen, noise, -(-v.shape[3] // 16))
+    vanishing = (steps, steps * math.sqrt(rows), 0.0)
+    return Gradients((dq, dk, dv), plain, dead, unseen, noise, vanishing)
 
 
 def assert_gradients(grads: Any, expected: Gradients, name: str) -> None:
     """Raise AssertionError unless dq, dk and dv keep the accuracy rule of the contract.
 
-    grads: CuPy arrays. Rows that see no key, and keys that no row sees, must have exact zeros.
-    Where dq or dk vanishes as a whole, dP - delta is what remains of two sums of Dv products. A
-    tensor core cuts its sum off once every 16 products, so there the noise counts so many times.
+    grads: CuPy or NumPy arrays. Rows that see no key and keys that no row sees must have exact
+    zeros.
     """
-    dq, dk, dv = (host(x) for x in grads)
-    rules = (("dq", dq, expected.dead), ("dk", dk, expected.unseen), ("dv", dv, expected.unseen))
-    for (which, x, dark), exact, plain in zip(rules, expected.exact, expected.plain, strict=True):
+    dark = (expected.dead, expected.unseen, expected.unseen)
+    for which, grad, exact, plain, unlit, times in zip(
+        ("dq", "dk", "dv"),
+        grads,
+        expected.exact,
+        expected.plain,
+        dark,
+        expected.vanishing,
+        strict=True,
+    ):
+        x = grad if isinstance(grad, np.ndarray) else host(grad)
         noise = 0.0 if which == "dv" else expected.noise
         if np.nan_to_num(np.abs(exact), posinf=0).max(initial=0) < 2**10 * noise:
-            noise *= expected.steps
+            noise *= times
         assert_accurate(x, exact, plain, f"{name}: {which}", noise)
-        loose = int(np.count_nonzero(x[dark].astype(np.float64)))
+        loose = int(np.count_nonzero(x[unlit].astype(np.float64)))
         assert loose == 0, f"{name}: {loose} values of {which} that nothing sees are not 0"
 
 
@@ -694,6 +733,108 @@ def assert_same(x: Any, y: Any, name: str) -> None:
     a, b = bits(x).get(), bits(y).get()
     wrong = np.argwhere(a != b)
     assert not len(wrong), f"{name}: {len(wrong)} of {a.size} values differ, first {wrong[0]}"
+
+
+def poison(q: Any, k: Any, v: Any) -> None:
+    """Leave NaN in the memory that the next call takes for its results and its work."""
+    import cupy
+
+    attention.launcher.cache_clear()  # and with it the work buffers it keeps
+    cupy.get_default_memory_pool().free_all_blocks()
+    b, sq, h, _ = q.shape
+    rows = b * h * -(-sq // 64) * 64
+    sizes = [*(x.nbytes for x in (q, k, v)), 4 * rows, 4 * rows * q.shape[3], 1 << 23]
+    blocks = [cupy.empty(max(n, 1), np.uint8) for n in sizes]
+    blocks.append(cupy.empty(sum(sizes), np.uint8))
+    fill_nan(*blocks)
+
+
+def forward(q: Any, k: Any, v: Any, **options: Any) -> tuple[Any, Any]:
+    """o and lse of (B, S, H, D) arrays, with the options of `backward`."""
+    options.pop("dlse", None)
+    o, lse = flash_attention(q, k, v, return_lse=True, **options)
+    return o, lse
+
+
+def backward(
+    do: Any, q: Any, k: Any, v: Any, made: Any = None, *, wipe: bool = True, **options: Any
+) -> tuple[Any, Any, Any]:
+    """(dq, dk, dv) of (B, S, H, D) arrays from memory full of NaN; made: o and lse if known."""
+    deterministic = options.pop("deterministic", False)
+    o, lse = forward(q, k, v, **options) if made is None else made
+    if wipe:
+        poison(q, k, v)
+    grads = flash_attention_backward(do, q, k, v, o, lse, deterministic=deterministic, **options)
+    dq, dk, dv = grads
+    for name, x, like in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
+        assert (x.shape, x.dtype) == (like.shape, like.dtype), f"{name}: {x.shape}, {x.dtype}"
+    return dq, dk, dv
+
+
+def backward_checked(do: Any, q: Any, k: Any, v: Any, name: str, **options: Any) -> None:
+    """Both ways of running, each held to the accuracy rule."""
+    made, expected = forward(q, k, v, **options), expected_gradients(do, q, k, v, **options)
+    for deterministic in MODES:
+        grads = backward(do, q, k, v, made, deterministic=deterministic, **options)
+        assert_gradients(grads, expected, f"{name}, deterministic={deterministic}")
+
+
+def assert_same_gradients(grads: Any, expected: Any, name: str) -> None:
+    """Raise AssertionError unless (dq, dk, dv) are the same bits."""
+    for which, x, y in zip(("dq", "dk", "dv"), grads, expected, strict=True):
+        assert_same(x, y, f"{name}: {which}")
+
+
+def filled(shape: tuple[int, ...], like: Any) -> Any:
+    """Bits of NaN."""
+    import cupy
+
+    x = cupy.empty(shape, like.dtype)
+    fill_nan(x)
+    return x
+
+
+def apart(y: Any, axis: int) -> Any:
+    shape = list(y.shape)
+    shape[axis] *= 2
+    cut = [slice(None)] * y.ndim
+    cut[axis] = slice(None, None, 2)
+    view = filled(tuple(shape), y)[tuple(cut)]
+    view[...] = y
+    return view
+
+
+def wide_rows(y: Any) -> Any:
+    view = filled((*y.shape[:-1], y.shape[-1] + 16), y)[..., 8:-8]
+    view[...] = y
+    return view
+
+
+def odd_address(y: Any) -> Any:
+    view = filled((y.size + 1,), y)[1:].reshape(y.shape)
+    view[...] = y
+    return view
+
+
+# Ways in which an array may lie in memory, as functions of its bits.
+LAID: dict[str, Callable[[Any], Any]] = {
+    "plain": lambda y: y.copy(),
+    "every second row": lambda y: apart(y, 1),
+    "heads first": lambda y: y.swapaxes(1, 2).copy().swapaxes(1, 2),
+    "rows backwards": lambda y: y[:, ::-1].copy()[:, ::-1],
+    "wide rows": wide_rows,
+    # Those a kernel cannot read in place:
+    "odd address": odd_address,
+    "columns backwards": lambda y: y[..., ::-1].copy()[..., ::-1],
+    "every second column": lambda y: apart(y, -1),
+    "transposed": lambda y: y.transpose().copy().transpose(),
+}
+IN_PLACE = ("plain", "every second row", "heads first", "rows backwards", "wide rows")
+
+
+def laid(x: Any, kind: str) -> Any:
+    """The same values, lying otherwise; NaN between them."""
+    return LAID[kind](bits(x)).view(x.dtype)
 
 
 def lengths(*values: int) -> Any:
@@ -732,6 +873,12 @@ def variants_in_use() -> Iterator[Variant]:
             for m, dtype in enumerate(DTYPES):
                 score = tuple(SCORES)[(n + m) % len(SCORES)]
                 yield Variant(FORWARD, tile, dtype, d, d, mask, score)
+    for kernel in KERNELS:
+        if kernel.direction == "backward" and kernel.policies:
+            for tile, d in foreign_tiles(kernel):
+                for n, (mask, score) in enumerate(zip(MASKS, itertools.cycle(SCORES))):
+                    dtype = kernel.dtypes[n % len(kernel.dtypes)]
+                    yield Variant(kernel, tile, dtype, d, d, mask, score)
 
 
 def _variants_of(direction: Any, d: int, dv: int, dtype: str, **options: Any) -> Iterator[Variant]:

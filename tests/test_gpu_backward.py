@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import math
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,35 +12,34 @@ import numpy as np
 import pytest
 from gpu_oracle import (
     MASK_OPTIONS,
+    MODES,
     assert_gradients,
     assert_same,
+    assert_same_gradients,
+    backward,
+    backward_checked,
     bits,
     check_backward,
     dense_backward,
     expected_gradients,
     fill_nan,
+    forward,
+    four,
     host,
     inputs,
     lengths,
     normal,
+    normal_lse,
+    poison,
+    problem,
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from producers import Producer
-from test_gpu_arrays import same_bits, torch_host, torch_of
 from test_gpu_forward import EDGES, SHIELDS, axes, drawn, give_back_memory, opts, sees
 
-from cufa2 import (
-    FlashAttention2,
-    UnsupportedError,
-    arrays,
-    attention,
-    flash_attention,
-    flash_attention_backward,
-    launch,
-    plan,
-)
-from cufa2.kernels import MASKS, SCORES
+from cufa2 import attention, flash_attention, flash_attention_backward, launch, plan
+from cufa2.kernels import KERNELS, MASKS, SCORES
 from cufa2.problem import DTYPES as ALL_DTYPES
 from cufa2.testing import (
     EPS,
@@ -63,72 +59,8 @@ ROWS = oracle.main_kernels("backward")
 CELLS = tuple(dict.fromkeys((t, d) for row in ROWS for t in row.dtypes for d in row.head_dims))
 DTYPES = tuple(dict.fromkeys(dtype for dtype, _ in CELLS))
 HALVES = tuple(dtype for dtype in DTYPES if dtype in oracle.DTYPES)
-MODES = (False, True)  # deterministic
 INF = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F800000, "float64": 0x7FF << 52}
 SIZES = (64, 128, 256)
-
-
-def problem(
-    b: int, sq: int, sk: int, h: int, hk: int, d: int, dv: int, dtype: str, seed: int = 0
-) -> tuple[Any, Any, Any, Any]:
-    """do (B,Sq,H,Dv), q, k and v, standard normal."""
-    return normal((b, sq, h, dv), dtype, 10**6 + seed), *inputs(b, sq, sk, h, hk, d, dv, dtype, seed)
-
-
-def normal_lse(q: Any, seed: int) -> Any:
-    """A gradient of lse: (B, H, Sq)."""
-    b, sq, h, _ = q.shape
-    return normal((b, h, sq), oracle.lse_dtype(q.dtype.name), seed)
-
-
-def poison(q: Any, k: Any, v: Any) -> None:
-    """Leave NaN in the memory that the next call takes for its results and its work."""
-    import cupy
-
-    attention.launcher.cache_clear()  # and with it the work buffers it keeps
-    cupy.get_default_memory_pool().free_all_blocks()
-    b, sq, h, _ = q.shape
-    rows = b * h * -(-sq // 64) * 64
-    sizes = [*(x.nbytes for x in (q, k, v)), 4 * rows, 4 * rows * q.shape[3], 1 << 23]
-    blocks = [cupy.empty(max(n, 1), np.uint8) for n in sizes]
-    blocks.append(cupy.empty(sum(sizes), np.uint8))
-    fill_nan(*blocks)
-
-
-def forward(q: Any, k: Any, v: Any, **options: Any) -> tuple[Any, Any]:
-    options.pop("dlse", None)
-    o, lse = flash_attention(q, k, v, return_lse=True, **options)
-    return o, lse
-
-
-def run(
-    do: Any, q: Any, k: Any, v: Any, made: Any = None, *, wipe: bool = True, **options: Any
-) -> tuple[Any, Any, Any]:
-    """(dq, dk, dv) of (B, S, H, D) arrays from memory full of NaN; made: o and lse if known."""
-    deterministic = options.pop("deterministic", False)
-    o, lse = forward(q, k, v, **options) if made is None else made
-    if wipe:
-        poison(q, k, v)
-    grads = flash_attention_backward(
-        do, q, k, v, o, lse, deterministic=deterministic, **options
-    )
-    dq, dk, dv = grads
-    for name, x, like in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
-        assert (x.shape, x.dtype) == (like.shape, like.dtype), f"{name}: {x.shape}, {x.dtype}"
-    return dq, dk, dv
-
-
-def run_checked(do: Any, q: Any, k: Any, v: Any, name: str, **options: Any) -> None:
-    """Both ways of running, each held to the accuracy rule."""
-    made, expected = forward(q, k, v, **options), expected_gradients(do, q, k, v, **options)
-    for deterministic in MODES:
-        grads = run(do, q, k, v, made, deterministic=deterministic, **options)
-        assert_gradients(grads, expected, f"{name}, deterministic={deterministic}")
-
-
-def assert_same_grads(grads: Any, expected: Any, name: str) -> None:
-    for which, x, y in zip(("dq", "dk", "dv"), grads, expected, strict=True):
-        assert_same(x, y, f"{name}: {which}")
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
@@ -149,12 +81,12 @@ def test_oracle_agrees_with_the_dense_formulas_on_the_host(cp: Any, dtype: str) 
         if ragged:
             more["seqlens_q"] = np.array([19, 4], np.int32)
             more["seqlens_k"] = np.array([0, 26], np.int32)
-        on_card = [oracle.to_device(x) for x in (do, q, k, v)]
+        on_card = four(oracle.to_device(x) for x in (do, q, k, v))
         moved = {name: oracle.to_device(x) for name, x in more.items()}
         truth = reference64_backward(do, q, k, v, **options, **more)
         plain = plain_attention_backward(do, q, k, v, **options, **more)
-        ours = dense_backward(*on_card, **options, **moved)
-        low = dense_backward(*on_card, low=True, **options, **moved)
+        call = {**options, **moved}
+        ours, low = (dense_backward(*on_card, low=low, **call) for low in (False, True))
         exact = 2e-16 if dtype == "float64" else 1e-13
         for which, x, y, a, b in zip(("dq", "dk", "dv"), ours, truth, low, plain, strict=True):
             what = f"{dtype} {options} {which}"
@@ -164,7 +96,7 @@ def test_oracle_agrees_with_the_dense_formulas_on_the_host(cp: Any, dtype: str) 
             assert errors[0] <= 2.5 * errors[1] + EPS[dtype] * top, f"{what}: plain {errors}"
             assert errors[1] <= 2.5 * errors[0] + EPS[dtype] * top, f"{what}: plain {errors}"
         made = reference64(q, k, v, **options, **{n: x for n, x in more.items() if n != "dlse"})
-        *_, dead, unseen = oracle._gradients(*on_card, False, **options, **moved)
+        *_, dead, unseen = oracle._gradients(*on_card, False, **call)
         assert (dead == (made[1] == -np.inf).transpose(0, 2, 1)).all(), f"{dtype} {options}: dead"
         none = ~np.array(truth[2]).any(axis=-1)
         assert (unseen == none).all(), f"{dtype} {options}: keys that no row sees"
@@ -174,15 +106,14 @@ def test_the_gradient_check_can_fail(cp: Any) -> None:
     """One wrong value, one NaN, one gradient where nothing is seen."""
     do, q, k, v = problem(1, 40, 30, 2, 1, 32, 32, DTYPES[0])
     options = opts(causal=True)
-    good = run(do, q, k, v, **options)
+    good = backward(do, q, k, v, **options)
     check_backward(do, q, k, v, good, "good", **options)
-    for which, (at, value) in itertools.product(
-        range(3), (((0, 20, 0, 3), 0x1234), ((0, 20, 0, 3), 0xFFFF), ((0, 3, 0, 3), 0x0400))
+    for which, value, row in (
+        *itertools.product(range(3), (4.0, math.nan), (20,)),
+        (0, 1e-6, 3),  # a row that sees no key
     ):
-        if which > 0 and at[1] == 3:
-            continue  # key 3 is seen
-        bad = [oracle.copy(x) for x in good]
-        bits(bad[which])[at] = value << (8 * bad[which].itemsize - 16)
+        bad = [host(x) for x in good]
+        bad[which][0, row, 0, 3] = value
         with pytest.raises(AssertionError):
             check_backward(do, q, k, v, bad, "bad", **options)
 
@@ -264,9 +195,9 @@ def test_random_problems(cp: Any, case: dict[str, Any]) -> None:
     for x, name in padded:
         for i, n in enumerate(case["lens"][name] or ()):
             fill_nan(x[i, n:])
-    as_given: list[Any] = [axes(x, layout) for x in (do, q, k, v)]
+    given_do, given_q, given_k, given_v = (axes(x, layout) for x in (do, q, k, v))
     call = {**options, **lens, "layout": "bhsd" if layout == "bhsd" else "bshd"}
-    o, lse = flash_attention(*as_given[1:], return_lse=True, **call)
+    o, lse = flash_attention(given_q, given_k, given_v, return_lse=True, **call)
     for i, n in enumerate(case["lens"]["seqlens_q"] or ()):
         fill_nan(do[i, n:], axes(o, layout)[i, n:])
         for x in (lse, dlse):
@@ -274,12 +205,13 @@ def test_random_problems(cp: Any, case: dict[str, Any]) -> None:
                 fill_nan(x[i, ..., n:])
     poison(q, k, v)
     given_dlse = dlse[:, 0] if layout == "flat" and dlse is not None else dlse
-    grads = flash_attention_backward(
-        *as_given, o, lse, dlse=given_dlse, deterministic=case["deterministic"], **call
+    call["deterministic"] = case["deterministic"]
+    results = flash_attention_backward(
+        given_do, given_q, given_k, given_v, o, lse, dlse=given_dlse, **call
     )
-    for x, like, name in zip(grads, as_given[1:], "qkv", strict=True):
+    for x, like, name in zip(results, (given_q, given_k, given_v), "qkv", strict=True):
         assert (x.shape, x.dtype) == (like.shape, like.dtype), f"d{name}: {x.shape}, {x.dtype}"
-    grads = [axes(x, layout) for x in grads]
+    grads = [axes(x, layout) for x in results]
     check_backward(do, q, k, v, grads, str(case), dlse=dlse, **options, **lens)
 
 
@@ -290,22 +222,44 @@ def test_every_kernel_of_this_card(cp: Any, mask: str, score: str, dtype: str, d
     options = {**MASK_OPTIONS[mask], "softcap": 2.5 if score == "softcap" else 0.0}
     for n, (sq, sk) in enumerate(((200, 333), (129, 64), (97, 97))):
         do, q, k, v = problem(2, sq, sk, 4, 2, dim, dim, dtype, n)
-        run_checked(do, q, k, v, f"{dtype} d{dim} {mask} {score} {sq}x{sk}", **options)
+        backward_checked(do, q, k, v, f"{dtype} d{dim} {mask} {score} {sq}x{sk}", **options)
 
 
-def force_tile(monkeypatch: pytest.MonkeyPatch, tile: Any) -> None:
-    """Make the planner take this tile for the row that has it, as it does on other cards."""
+def force_tile(monkeypatch: pytest.MonkeyPatch, kernel: Any, tile: Any) -> None:
+    """Make the planner take this tile, as it does on a card with less shared memory."""
     choose = plan.choose
 
     def forced(*args: Any) -> Any:
         chosen = choose(*args)
-        variants = (
-            replace(v, tile=tile) if tile in v.kernel.tiles and v.kernel.stage != "delta" else v
-            for v in chosen.variants
-        )
+        variants = (replace(v, tile=tile) if v.kernel is kernel else v for v in chosen.variants)
         return replace(chosen, variants=tuple(variants))
 
     monkeypatch.setattr(plan, "choose", forced)
+
+
+def test_tiles_of_other_cards(cp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = [row for row in KERNELS if row.direction == "backward" and row.policies]
+    found = [(row, *pair) for row in kernels for pair in oracle.foreign_tiles(row)]
+    assert len(found) >= 3, f"only {found}: cards with 99 and 163 KB take other tiles"
+    for kernel, tile, dim in found:
+        deterministic = kernel.stage == "dq"
+        with monkeypatch.context() as patch:
+            force_tile(patch, kernel, tile)
+            for n, (mask, score) in enumerate(zip(MASKS, itertools.cycle(SCORES))):
+                dtype = kernel.dtypes[n % len(kernel.dtypes)]
+                options = {**MASK_OPTIONS[mask], "softcap": 2.5 if score == "softcap" else 0.0}
+                for sq, sk, lens in (
+                    (150, 201, {}),
+                    (129, 64, {}),
+                    (150, 201, opts(seqlens_q=lengths(150, 3), seqlens_k=lengths(0, 190))),
+                ):
+                    do, q, k, v = problem(2, sq, sk, 2, 1, dim, dim, dtype, n)
+                    if lens:
+                        fill_nan(do[1, 3:], q[1, 3:], k[0], v[0], k[1, 190:], v[1, 190:])
+                    call = {**options, **lens}
+                    grads = backward(do, q, k, v, deterministic=deterministic, **call)
+                    what = f"{kernel.name} {tile} d{dim} {dtype} {mask} {score} {sq}x{sk} {lens}"
+                    check_backward(do, q, k, v, grads, what, **call)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -313,7 +267,7 @@ def test_two_hundred_seeds(cp: Any, dtype: str) -> None:
     """The default, whose sums come in any order, keeps the rule every time."""
     for seed in range(200):
         do, q, k, v = problem(1, 150, 190, 4, 2, 64, 64, dtype, seed)
-        grads = run(do, q, k, v, causal=True, wipe=seed < 5)
+        grads = backward(do, q, k, v, causal=True, wipe=seed < 5)
         check_backward(do, q, k, v, grads, f"seed {seed}", causal=True)
 
 
@@ -332,13 +286,13 @@ def test_case_30_deterministic_repeats_to_the_bit(cp: Any, dim: int, dtype: str)
         dlse = normal_lse(q, 1)
         made = forward(q, k, v, **options)
         call = opts(dlse=dlse, deterministic=True, **options)
-        first = run(do, q, k, v, made, **call)
+        first = backward(do, q, k, v, made, **call)
         wrong = cp.zeros(1, np.int64)
         for n in range(200):
             with busy:
                 oracle.spin(0.05)
                 noise[...] = n
-            grads = run(do, q, k, v, made, wipe=False, **call)
+            grads = backward(do, q, k, v, made, wipe=False, **call)
             for x, y in zip(grads, first, strict=True):
                 wrong += (bits(x) != bits(y)).sum()
         moved = int(wrong[0])
@@ -349,7 +303,7 @@ def test_case_30_deterministic_repeats_to_the_bit(cp: Any, dim: int, dtype: str)
             for n in range(30):
                 with busy:
                     noise[...] = n
-                grads = run(do, q, k, v, made, wipe=False, dlse=dlse, **options)
+                grads = backward(do, q, k, v, made, wipe=False, dlse=dlse, **options)
                 assert_gradients(grads, expected, f"d{dim} {dtype} {options}, run {n}")
 
 
@@ -363,7 +317,7 @@ def test_keys_may_come_in_any_order(cp: Any, dtype: str) -> None:
     back = cp.asarray(np.argsort(order))
     mixed: Any = [bits(x)[:, cp.asarray(order)].view(x.dtype) for x in (k, v)]
     for deterministic in MODES:
-        dq, *moved = run(do, q, *mixed, deterministic=deterministic)
+        dq, *moved = backward(do, q, *mixed, deterministic=deterministic)
         dk, dv = (bits(x)[:, back].view(x.dtype) for x in moved)
         check_backward(do, q, k, v, (dq, dk, dv), f"permuted, deterministic={deterministic}")
 
@@ -382,31 +336,30 @@ def test_grouped_heads_are_repeated_heads_summed(
         for deterministic in MODES:
             what = f"{heads} heads, {options}, deterministic={deterministic}"
             call = opts(deterministic=deterministic, **options)
-            assert_gradients(run(do, q, k, v, **call), expected, what)
-            dq, *parts = run(do, q, *wide, **call)
+            assert_gradients(backward(do, q, k, v, **call), expected, what)
+            dq, *parts = backward(do, q, *wide, **call)
             shape = (2, 141, hk, h // hk, 64)
             dk, dv = (host(x).astype(np.float64).reshape(shape).sum(axis=3) for x in parts)
-            summed = [dq, *(oracle.to_device(x.astype(q.dtype)) for x in (dk, dv))]
+            summed = [dq, *(x.astype(q.dtype) for x in (dk, dv))]
             assert_gradients(summed, expected, f"{what}, repeated")
 
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_case_37_groups_are_rounded_once(cp: Any, dtype: str) -> None:
-    """With one key dv is the sum of do. Rounding a head's part, or each sum, would show."""
-    one = 2 / EPS[dtype]  # where a unit is 2: 2049 for float16, 257 for bfloat16 cannot be written
-    for group, rows in ((8, 2), (2, 2), (6, 5)):
-        shape = (1, rows, group, 64)
-        values = np.full(shape, 1.0)
-        values[:, 0] = one + 2  # a head's sum lies halfway between two numbers, or near it
+    """With one key dv is the sum of do. Rounding each head's part, or as it adds up, would show:
+    3 heads of 2048 + 3 are 6152 in float16, not 3 * 2052, and not 3 * 2048."""
+    large = 2 / EPS[dtype]  # from here on numbers are 2 apart
+    for group, rows in ((3, 4), (5, 2), (7, 2)):
+        values = np.ones((1, rows, group, 64))
+        values[:, 0] = large
         do = oracle.to_device(values.astype(numpy_dtype(dtype)))
         q, k, v = inputs(1, rows, 1, group, 1, 64, 64, dtype)
         bits(q)[...] = 0
-        total = np.float32(host(do).astype(np.float64).sum(axis=(1, 2)))
-        expected = total.astype(numpy_dtype(dtype)).astype(np.float64)
+        expected = values.sum(axis=(1, 2)).astype(numpy_dtype(dtype)).astype(np.float64)
         for deterministic in MODES:
-            dv = host(run(do, q, k, v, deterministic=deterministic)[2]).astype(np.float64)
+            dv = host(backward(do, q, k, v, deterministic=deterministic)[2]).astype(np.float64)
             what = f"{group} heads of {rows} rows, deterministic={deterministic}"
-            np.testing.assert_array_equal(dv[:, 0, 0], expected[:, :], what)
+            np.testing.assert_array_equal(dv[:, 0, 0], expected, what)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -426,7 +379,7 @@ def test_split_keys_merge_through_lse(cp: Any, seqlen: int, cut: int, dtype: str
         grad_o = oracle.to_device((w * do64).astype(do.dtype))
         grad_lse = (do64 * w * (o - merged)).sum(axis=-1).transpose(0, 2, 1)
         dlse = oracle.to_device(grad_lse.astype(oracle.lse_dtype(dtype)))
-        grads.append(run(grad_o, q, *part, results, dlse=dlse))
+        grads.append(backward(grad_o, q, *part, results, dlse=dlse))
         check_backward(grad_o, q, *part, grads[-1], f"cut at {cut}, a part", dlse=dlse)
         plain.append(dense_backward(grad_o, q, *part, low=True, dlse=dlse))
     exact = dense_backward(do, q, k, v)
@@ -450,9 +403,9 @@ def test_parts_of_the_keys_under_the_lse_of_all(cp: Any, dtype: str) -> None:
     made = forward(q, k, v)
     grads = []
     for cut in (slice(0, 100), slice(100, 333)):
-        results = run(do, q, k[:, cut], v[:, cut], made, deterministic=cut.start == 0)
+        results = backward(do, q, k[:, cut], v[:, cut], made, deterministic=cut.start == 0)
         grads.append(tuple(host(x) for x in results))
-    whole = [oracle.to_device(x.astype(do.dtype)) for x in joined(grads)]
+    whole = [x.astype(do.dtype) for x in joined(grads)]
     check_backward(do, q, k, v, whole, "two parts of the keys")
 
 
@@ -461,126 +414,29 @@ def test_parts_of_the_keys_under_the_lse_of_all(cp: Any, dtype: str) -> None:
 def test_batch_mates_do_not_matter(cp: Any, dim: int, dtype: str) -> None:
     do, q, k, v = problem(5, 150, 170, 4, 2, dim, dim, dtype)
     lens_q, lens_k = [150, 3, 0, 128, 77], [170, 0, 33, 64, 170]
-    bad: Any = [oracle.copy(x) for x in (do, q, k, v)]
+    bad = four(oracle.copy(x) for x in (do, q, k, v))
     for x in bad:
         fill_nan(x[1:2], x[3:])
     for options in (opts(), opts(causal=True, softcap=3.0), opts(window=(20, 20))):
         both = opts(seqlens_q=lengths(*lens_q), seqlens_k=lengths(*lens_k))
-        together = run(do, q, k, v, deterministic=True, **options, **both)
-        among = run(*bad, deterministic=True, **options, **both)
+        together = backward(do, q, k, v, deterministic=True, **options, **both)
+        among = backward(*bad, deterministic=True, **{**options, **both})
         for i in range(5):
-            one: Any = [x[i : i + 1] for x in (do, q, k, v)]
+            one = four(x[i : i + 1] for x in (do, q, k, v))
             lens = opts(seqlens_q=lengths(lens_q[i]), seqlens_k=lengths(lens_k[i]))
-            alone = run(*one, deterministic=True, **options, **lens)
+            call = {**options, **lens}
+            alone = backward(*one, deterministic=True, **call)
             mine = [x[i : i + 1] for x in together]
-            assert_same_grads(mine, alone, f"sequence {i} alone, {options}")
-            check_backward(*one, mine, f"sequence {i}, {options}", **options, **lens)
+            assert_same_gradients(mine, alone, f"sequence {i} alone, {options}")
+            check_backward(*one, mine, f"sequence {i}, {options}", **call)
             if i in (0, 2):
-                assert_same_grads([x[i : i + 1] for x in among], mine, f"{i} among NaN, {options}")
+                assert_same_gradients(
+                    [x[i : i + 1] for x in among], mine, f"{i} among NaN, {options}"
+                )
             n, m = lens_q[i], lens_k[i]
-            cut: Any = [one[0][:, :n], one[1][:, :n], one[2][:, :m], one[3][:, :m]]
-            grads = run(*cut, **options)
+            cut = one[0][:, :n], one[1][:, :n], one[2][:, :m], one[3][:, :m]
+            grads = backward(*cut, **options)
             check_backward(*cut, grads, f"sequence {i} cut, {options}", **options)
-
-
-# Memory layouts
-
-LAID: dict[str, Callable[[Any], Any]] = {
-    "plain": lambda y: y.copy(),
-    "every second row": lambda y: apart(y, 1),
-    "heads first": lambda y: y.swapaxes(1, 2).copy().swapaxes(1, 2),
-    "rows backwards": lambda y: y[:, ::-1].copy()[:, ::-1],
-    "wide rows": lambda y: wide_rows(y),
-    # Those a kernel cannot read in place:
-    "odd address": lambda y: odd_address(y),
-    "columns backwards": lambda y: y[..., ::-1].copy()[..., ::-1],
-    "every second column": lambda y: apart(y, -1),
-    "transposed": lambda y: y.transpose().copy().transpose(),
-}
-IN_PLACE = ("plain", "every second row", "heads first", "rows backwards", "wide rows")
-
-
-def filled(shape: tuple[int, ...], like: Any) -> Any:
-    """Bits of NaN."""
-    import cupy
-
-    x = cupy.empty(shape, like.dtype)
-    fill_nan(x)
-    return x
-
-
-def apart(y: Any, axis: int) -> Any:
-    shape = list(y.shape)
-    shape[axis] *= 2
-    cut = [slice(None)] * y.ndim
-    cut[axis] = slice(None, None, 2)
-    view = filled(tuple(shape), y)[tuple(cut)]
-    view[...] = y
-    return view
-
-
-def wide_rows(y: Any) -> Any:
-    view = filled((*y.shape[:-1], y.shape[-1] + 16), y)[..., 8:-8]
-    view[...] = y
-    return view
-
-
-def odd_address(y: Any) -> Any:
-    view = filled((y.size + 1,), y)[1:].reshape(y.shape)
-    view[...] = y
-    return view
-
-
-def laid(x: Any, kind: str) -> Any:
-    """The same values, lying otherwise; NaN between them."""
-    return LAID[kind](bits(x)).view(x.dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", [64, 66])
-def test_every_tensor_has_its_own_strides(cp: Any, dim: int, dtype: str) -> None:
-    do, q, k, v = problem(2, 70, 90, 4, 2, dim, dim, dtype)
-    options = opts(causal=True)
-    o, lse = forward(q, k, v, **options)
-    dlse = normal_lse(q, 3)
-    tensors = (do, q, k, v, o, lse, dlse)
-    expected = expected_gradients(do, q, k, v, dlse=dlse, **options)
-    first = run(do, q, k, v, (o, lse), dlse=dlse, deterministic=True, **options)
-    assert_gradients(first, expected, "contiguous")
-    kinds = list(LAID)
-    for n in range(2 * len(kinds)):
-        chosen = [kinds[(n + (2 * t + 1) * (n // len(kinds)) + t) % len(kinds)] for t in range(7)]
-        a, b, c, d, e, f, g = (laid(x, kind) for x, kind in zip(tensors, chosen, strict=True))
-        grads = run(a, b, c, d, (e, f), dlse=g, deterministic=True, **options)
-        assert_same_grads(grads, first, f"{chosen}")
-        grads = run(a, b, c, d, (e, f), dlse=g, **options)
-        assert_gradients(grads, expected, f"{chosen}, default")
-    for kind in kinds:
-        moved: Any = [laid(x, kind) for x in tensors]
-        a, b, c, d, e, f, g = moved
-        before = arrays.copy_count()
-        grads = run(a, b, c, d, (e, f), dlse=g, deterministic=True, **options)
-        copies = arrays.copy_count() - before
-        assert_same_grads(grads, first, f"all {kind}")
-        if dim % 8 == 0:
-            assert (copies == 0) == (kind in IN_PLACE), f"all {kind}: {copies} copies"
-        for x, y, name in zip(moved, tensors, "do q k v o lse dlse".split(), strict=True):
-            assert_same(x, y, f"{name} after the call")
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_gradient_that_is_one_number(cp: Any, dtype: str) -> None:
-    """do with all strides 0, as the gradient of a sum is."""
-    _, q, k, v = problem(2, 70, 90, 4, 2, 64, 64, dtype)
-    for shape in ((), (64,), (1, 70, 1, 1)):
-        few = normal((1, *shape), dtype, 5)[0]
-        do = cp.broadcast_to(bits(few), q.shape).view(q.dtype)
-        assert 0 in do.strides
-        full = oracle.to_device(host(do))
-        made = forward(q, k, v)
-        grads = run(do, q, k, v, made, deterministic=True)
-        assert_same_grads(grads, run(full, q, k, v, made, deterministic=True), f"do {shape}")
-        check_backward(full, q, k, v, run(do, q, k, v, made), f"do {shape}")
 
 
 # Known failures of other libraries, by their number in the list of cases
@@ -589,21 +445,20 @@ def test_gradient_that_is_one_number(cp: Any, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_case_01_more_queries_than_keys(cp: Any, dtype: str) -> None:
     for sq, sk in ((5, 2), (2, 5), (130, 200), (256, 3), (129, 128)):
-        q = normal((3, sq, 2, 64), dtype, 1, 3.0)
-        k, v = normal((3, sk, 2, 64), dtype, 2), normal((3, sk, 2, 64), dtype, 3)
+        b = 24 if min(sq, sk) < 10 else 2  # the rule needs values to draw its largest error from
+        q = normal((b, sq, 2, 64), dtype, 1, 3.0)
+        k, v = normal((b, sk, 2, 64), dtype, 2), normal((b, sk, 2, 64), dtype, 3)
         ones = oracle.to_device(np.ones(q.shape, q.dtype))
-        for do, causal in itertools.product(
-            (ones, normal(q.shape, dtype, 4)), (True, "top_left")
-        ):
-            run_checked(do, q, k, v, f"{sq}x{sk} causal={causal}", causal=causal)
+        for do, causal in itertools.product((ones, normal(q.shape, dtype, 4)), (True, "top_left")):
+            backward_checked(do, q, k, v, f"{sq}x{sk} causal={causal}", causal=causal)
         dark, made = max(0, sq - sk), forward(q, k, v, causal=True)
         for deterministic in MODES:
             call = opts(causal=True, deterministic=deterministic)
-            clean = run(ones, q, k, v, made, **call)
+            clean = backward(ones, q, k, v, made, **call)
             assert not bits(clean[0][:, :dark]).any(), f"{sq}x{sk}: dq of rows without keys"
-            hurt = [oracle.copy(x) for x in (ones, q)]
-            fill_nan(*(x[:, :dark] for x in hurt))
-            grads = run(*hurt, k, v, made, **call)
+            hurt_do, hurt_q = (oracle.copy(x) for x in (ones, q))
+            fill_nan(hurt_do[:, :dark], hurt_q[:, :dark])
+            grads = backward(hurt_do, hurt_q, k, v, made, **call)
             for x, y in zip(grads, clean, strict=True):
                 near = np.abs(host(x).astype(np.float64) - host(y).astype(np.float64)).max()
                 assert near < 0.1, f"{sq}x{sk}: NaN of rows without keys leaks ({near})"
@@ -627,8 +482,9 @@ def test_case_04_large_equal_logits(cp: Any, dim: int, dtype: str) -> None:
         unit = EPS[oracle.lse_dtype(dtype)] * abs(logit) * 2
         for deterministic in MODES:
             name = f"logits of {logit}, deterministic={deterministic}"
-            grads = run(do, on_q, on_k, v, causal=causal, deterministic=deterministic)
-            assert all(bool(cp.isfinite(x.astype("float32")).all()) for x in grads), name
+            grads = backward(do, on_q, on_k, v, causal=causal, deterministic=deterministic)
+            for x in grads:
+                assert np.isfinite(host(x).astype(np.float64)).all(), name
             dv = host(grads[2]).astype(np.float64)[0]
             bound = (unit + EPS[dtype]) * np.abs(expected).max()
             assert np.abs(dv - expected).max() <= bound, f"{name}: {np.abs(dv - expected).max()}"
@@ -638,12 +494,32 @@ def test_case_05_products_beyond_float16(cp: Any) -> None:
     for dtype, deterministic in itertools.product(DTYPES, MODES):
         q = oracle.to_device(np.full((1, 70, 2, 128), 256, numpy_dtype(dtype)))
         do, v = normal(q.shape, dtype, 2), normal(q.shape, dtype, 1)
-        grads = run(do, q, oracle.copy(q), v, deterministic=deterministic)
+        grads = backward(do, q, oracle.copy(q), v, deterministic=deterministic)
         for name, x in zip(("dq", "dk", "dv"), grads, strict=True):
             assert np.isfinite(host(x).astype(np.float64)).all(), f"{dtype}: {name}"
         mean = host(do).astype(np.float64).sum(axis=1, keepdims=True) / 70
         error = np.abs(host(grads[2]).astype(np.float64) - mean).max()
-        assert error < 0.1 * np.abs(mean).max(), f"{dtype}: dv is off by {error}"  # lse is 741455
+        # lse is 741455, and float32 numbers are 1/16 apart there.
+        assert error < 0.15 * np.abs(mean).max(), f"{dtype}: dv is off by {error}"
+
+
+def test_rows_whose_logits_are_all_minus_infinity(cp: Any) -> None:
+    """Products beyond float32: lse is -inf, and the row has no part in any gradient."""
+    do, q, k, v = problem(2, 130, 90, 4, 2, 64, 64, "bfloat16")
+    on_host = host(q)
+    on_host[..., 0] = 0
+    on_host[:, :20, :, 0] = 1e30
+    q = oracle.to_device(on_host)
+    bits(k)[..., 0] = bits(oracle.to_device(np.full(1, -1e30, k.dtype)))[0]
+    o, lse = forward(q, k, v)
+    assert bool((lse[:, :, :20] == -np.inf).all()), "the products did not overflow"
+    rest = (do[:, 20:], q[:, 20:], k, v)
+    expected = expected_gradients(*rest)._replace(noise=0.0)  # it would be that of 1e30
+    for deterministic in MODES:
+        dq, dk, dv = backward(do, q, k, v, (o, lse), deterministic=deterministic)
+        what = f"deterministic={deterministic}"
+        assert not host(dq[:, :20]).astype(np.float32).any(), f"{what}: dq of those rows"
+        assert_gradients((dq[:, 20:], dk, dv), expected, what)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -651,48 +527,35 @@ def test_case_05_products_beyond_float16(cp: Any) -> None:
 @pytest.mark.parametrize(
     "where", ["q nan", "k nan", "v nan", "do nan", "q inf", "k inf", "v inf", "do inf"]
 )
-def test_case_06_bad_values_reach_who_sees_them(
-    cp: Any, where: str, dim: int, dtype: str
-) -> None:
+def test_case_06_bad_values_reach_who_sees_them(cp: Any, where: str, dim: int, dtype: str) -> None:
     """NaN is exactly where the formulas have it. What becomes of an infinity is left open, but
     not who gets it."""
     name, kind = where.split()
-    for (mask, options), (sq, sk, at) in itertools.product(
-        SHIELDS.items(), ((8, 8, 2), (150, 170, 77))
+    for (mask, options), (b, sq, sk, at) in itertools.product(
+        SHIELDS.items(), ((24, 8, 8, 2), (1, 150, 170, 77))
     ):
-        tensors = dict(zip(("do", "q", "k", "v"), problem(1, sq, sk, 2, 1, dim, dim, dtype)))
-        value = INF[dtype] if kind == "inf" else (1 << 8 * tensors["q"].itemsize) - 1
-        bits(tensors[name])[:, at, :, 3 if kind == "inf" else slice(None)] = value
-        do, q, k, v = tensors.values()
+        do, q, k, v = problem(b, sq, sk, 2, 1, dim, dim, dtype)
+        hurt = {"do": do, "q": q, "k": k, "v": v}[name]
+        if kind == "nan":
+            fill_nan(hurt[:, at])
+        else:
+            bits(hurt)[:, at, :, 3] = INF[dtype]
         seen = sees(options, sq, sk)
         hit = np.arange(sq) == at if name in ("do", "q") else seen[:, at]
         reached = seen[hit].any(axis=0)  # keys that a hit row sees
-        with np.errstate(all="ignore"):
-            expected = expected_gradients(do, q, k, v, **options)
-        made = forward(q, k, v, **options)
+        expected, made = expected_gradients(do, q, k, v, **options), forward(q, k, v, **options)
         for deterministic in MODES:
             what = f"{where} at {at}, {mask}, {sq}x{sk}, deterministic={deterministic}"
-            grads = run(do, q, k, v, made, deterministic=deterministic, **options)
-            if kind == "nan":
-                assert_gradients(grads, expected, what)
+            results = backward(do, q, k, v, made, deterministic=deterministic, **options)
+            grads = [host(x) for x in results]
+            if kind == "inf":
+                for x in (grads, expected.exact, expected.plain):
+                    for y, dark in zip(x, (hit, reached, reached), strict=True):
+                        y[:, dark] = 0
+            else:
                 lit = hit & seen.any(axis=1)
-                if lit.any():
-                    assert np.isnan(host(grads[0]).astype(np.float32)[0, lit]).all(), what
-                continue
-            shielded = []
-            for x, dark in zip(grads, (hit, reached, reached), strict=True):
-                y = oracle.copy(x)
-                bits(y)[:, cp.asarray(np.flatnonzero(dark))] = 0
-                shielded.append(y)
-            rest = [
-                [np.where(dark[None, :, None, None], 0, x) for x, dark in zip(g, darks)]
-                for g, darks in (
-                    (expected.exact, (hit, reached, reached)),
-                    (expected.plain, (hit, reached, reached)),
-                )
-            ]
-            limited = expected._replace(exact=tuple(rest[0]), plain=tuple(rest[1]))
-            assert_gradients(shielded, limited, what)
+                assert np.isnan(grads[0][:, lit].astype(np.float32)).all(), f"{what}: no NaN in dq"
+            assert_gradients(grads, expected, what)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -701,28 +564,24 @@ def test_case_06_padding_may_hold_anything(cp: Any, dim: int, dtype: str) -> Non
     real_q, real_k = (61, 200, 1), (130, 1, 201)
     lens = opts(seqlens_q=lengths(*real_q), seqlens_k=lengths(*real_k))
     do, q, k, v = problem(3, 200, 201, 2, 1, dim, dim, dtype)
-    nan = (1 << 8 * q.itemsize) - 1
     for options in MASK_OPTIONS.values():
         o, lse = forward(q, k, v, **options, **lens)
         dlse, results = normal_lse(q, 2), []
-        for value in (0, nan, INF[dtype]):
+        for value in (0, -1, INF[dtype]):  # -1: all bits set, a NaN
             a, b, c, d, e, f, g = (oracle.copy(x) for x in (do, q, k, v, o, lse, dlse))
             for i, (n, m) in enumerate(zip(real_q, real_k, strict=True)):
-                for x in (a, b, e):
-                    bits(x)[i, n:] = value
-                for x in (c, d):
-                    bits(x)[i, m:] = value
-                fill_nan(*(x[i, :, n:] for x in (f, g) if value))
+                for x, real in ((a, n), (b, n), (c, m), (d, m), (e, n)):
+                    x.view(f"i{x.itemsize}")[i, real:] = value
+                if value:
+                    fill_nan(f[i, :, n:], g[i, :, n:])
             call = opts(dlse=g, deterministic=True, **options, **lens)
-            results.append(run(a, b, c, d, (e, f), **call))
-            rough = run(a, b, c, d, (e, f), dlse=g, **options, **lens)
-            what = f"d{dim} {options}, {value:#x} in the padding"
+            results.append(backward(a, b, c, d, (e, f), **call))
+            rough = backward(a, b, c, d, (e, f), dlse=g, **options, **lens)
+            what = f"d{dim} {options}, bits {value} in the padding"
             check_backward(do, q, k, v, rough, what, dlse=dlse, **options, **lens)
         for other in results[1:]:
-            assert_same_grads(other, results[0], f"d{dim} {options}")
-        check_backward(
-            do, q, k, v, results[0], f"d{dim} {options}", dlse=dlse, **options, **lens
-        )
+            assert_same_gradients(other, results[0], f"d{dim} {options}")
+        check_backward(do, q, k, v, results[0], f"d{dim} {options}", dlse=dlse, **options, **lens)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -743,15 +602,15 @@ def test_case_23_scale_zero_and_negative(cp: Any, dtype: str) -> None:
     for causal, softcap in itertools.product((False, True), (0.0, 5.0)):
         options = opts(causal=causal, softcap=softcap)
         for zero in (0, -0.0, np.float32(0)):
-            run_checked(do, q, k, v, f"{zero!r} {options}", softmax_scale=zero, **options)
+            backward_checked(do, q, k, v, f"{zero!r} {options}", softmax_scale=zero, **options)
             for deterministic in MODES:
                 call = opts(softmax_scale=zero, deterministic=deterministic, **options)
-                dq, dk, dv = (host(x).astype(np.float32) for x in run(do, q, k, v, **call))
+                dq, dk, dv = (host(x).astype(np.float32) for x in backward(do, q, k, v, **call))
                 assert not dq.any(), f"{zero!r} {options}: dq"
                 assert not dk.any(), f"{zero!r} {options}: dk"
                 assert dv.any(), f"{zero!r} {options}: dv"
         big = normal(q.shape, dtype, 7, 4.0)
-        run_checked(do, big, k, v, f"-0.3 {options}", softmax_scale=-0.3, **options)
+        backward_checked(do, big, k, v, f"-0.3 {options}", softmax_scale=-0.3, **options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -764,7 +623,7 @@ def test_case_25_empty_sizes(cp: Any, dim: int, dtype: str) -> None:
         b, sq, sk, h, hk = shape
         do, q, k, v = problem(b, sq, sk, h, hk, dim, dim, dtype)
         call: dict[str, Any] = opts(causal=causal)
-        grads = run(do, q, k, v, deterministic=deterministic, **call)
+        grads = backward(do, q, k, v, deterministic=deterministic, **call)
         made = forward(q, k, v, **call)
         wrapped: Any = [Producer(x) for x in (do, q, k, v, *made)]
         for results in (grads, flash_attention_backward(*wrapped, **call)):
@@ -772,7 +631,7 @@ def test_case_25_empty_sizes(cp: Any, dim: int, dtype: str) -> None:
                 assert (x.shape, x.dtype) == (like.shape, like.dtype), f"{shape}"
                 assert not bits(x).any(), f"{shape}: a gradient of nothing"
     do, q, k, v = problem(2, 50, 70, 2, 1, dim, dim, dtype)
-    run_checked(do, q, k, v, "a plain call afterwards")
+    backward_checked(do, q, k, v, "a plain call afterwards")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -786,10 +645,10 @@ def test_case_31_sequences_of_length_zero(cp: Any, dim: int, dtype: str) -> None
         for i in range(4):
             fill_nan(*(x[i, lens_q[i] :] for x in (a, b)), *(x[i, lens_k[i] :] for x in (c, d)))
         what = f"{lens_q} {lens_k} causal={causal} deterministic={deterministic}"
-        grads = run(a, b, c, d, deterministic=deterministic, **lens)
+        grads = backward(a, b, c, d, deterministic=deterministic, **lens)
         check_backward(a, b, c, d, grads, what, **lens)
         rows, keys = slice(0, lens_q[3]), slice(0, lens_k[3])
-        last: Any = (do[3:, rows], q[3:, rows], k[3:, keys], v[3:, keys])
+        last = (do[3:, rows], q[3:, rows], k[3:, keys], v[3:, keys])
         mine = (grads[0][3:, rows], grads[1][3:, keys], grads[2][3:, keys])
         check_backward(*last, mine, f"the last of {what}", causal=causal)
 
@@ -798,18 +657,19 @@ def test_case_31_sequences_of_length_zero(cp: Any, dim: int, dtype: str) -> None
 def test_case_35_softcap_comes_before_the_mask(cp: Any, dtype: str) -> None:
     do, q, k, v = problem(4, 4, 4, 2, 2, 64, 64, dtype)
     bits(q)[...] = 0
-    bits(v)[:, 2:] = bits(oracle.to_device(np.full((1, 2, 1, 64), 3e4, v.dtype)))
+    bits(v)[:, 2:] = bits(oracle.to_device(np.full((1, 2, 1, 64), 100, v.dtype)))
     for options in (opts(seqlens_k=lengths(2, 2, 2, 2)), opts(causal="top_left", window=(1, 0))):
-        run_checked(do, q, k, v, str(options), softcap=2.0, **options)
+        backward_checked(do, q, k, v, str(options), softcap=2.0, **options)
     do, q, k, v = problem(2, 90, 120, 4, 2, 64, 64, dtype)
     bits(q)[...] = bits(normal(q.shape, dtype, 1, 3.0))  # logits of about 3
     for options in (opts(), opts(seqlens_q=lengths(90, 20), seqlens_k=lengths(50, 120))):
-        run_checked(do, q, k, v, f"softcap 1.5 {options}", softcap=1.5, **options)
+        backward_checked(do, q, k, v, f"softcap 1.5 {options}", softcap=1.5, **options)
     made = forward(q, k, v)
-    off, none = (run(do, q, k, v, made, deterministic=True, **x) for x in ({"softcap": 0}, {}))
-    assert_same_grads(off, none, "softcap 0 is off")
+    off = backward(do, q, k, v, made, deterministic=True, softcap=0.0)
+    none = backward(do, q, k, v, made, deterministic=True)
+    assert_same_gradients(off, none, "softcap 0 is off")
     for softcap in (0.01, 50.0, 1e4, 1e30):
-        run_checked(do, q, k, v, f"softcap={softcap}", softcap=softcap, causal=True)
+        backward_checked(do, q, k, v, f"softcap={softcap}", softcap=softcap, causal=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -821,19 +681,19 @@ def test_case_36_gradient_through_lse(cp: Any, dtype: str) -> None:
     ):
         do, q, k, v = problem(4, sq, sk, 4, 2, 64, 64, dtype)
         made, dlse = forward(q, k, v, **options), normal_lse(q, 8)
-        run_checked(do, q, k, v, f"{sq}x{sk} {options}", dlse=dlse, **options)
+        backward_checked(do, q, k, v, f"{sq}x{sk} {options}", dlse=dlse, **options)
         hurt = oracle.copy(dlse)
-        bits(hurt)[made[1] == -np.inf] = (1 << 8 * dlse.itemsize) - 1
+        hurt.view(f"i{hurt.itemsize}")[made[1] == -np.inf] = -1
         for deterministic in MODES:
             call = opts(deterministic=deterministic, **options)
-            grads = run(do, q, k, v, made, dlse=hurt, **call)
+            grads = backward(do, q, k, v, made, dlse=hurt, **call)
             what = f"{sq}x{sk} {options}: NaN for rows without keys"
             check_backward(do, q, k, v, grads, what, dlse=dlse, **options)
-            without = run(do, q, k, v, made, **call)
-            zeros = run(do, q, k, v, made, dlse=cp.zeros_like(dlse), **call)
+            without = backward(do, q, k, v, made, **call)
+            zeros = backward(do, q, k, v, made, dlse=cp.zeros_like(dlse), **call)
             assert_same(grads[2], without[2], f"{sq}x{sk} {options}: dv does not depend on dlse")
             if deterministic:
-                assert_same_grads(zeros, without, f"{sq}x{sk} {options}: dlse = 0")
+                assert_same_gradients(zeros, without, f"{sq}x{sk} {options}: dlse = 0")
 
 
 def finite_differences(tensors: Any, dlse: Any, which: int, **options: Any) -> Any:
@@ -861,7 +721,7 @@ def finite_differences(tensors: Any, dlse: Any, which: int, **options: Any) -> A
     "options", [{}, opts(causal=True), opts(softcap=1.5), opts(window=(1, 1), softmax_scale=-0.8)]
 )
 def test_case_38_one_to_five_tokens(cp: Any, options: Any, dtype: str) -> None:
-    unit = 4 * EPS[dtype]
+    unit = (4 if dtype in HALVES else 16) * EPS[dtype]  # in wide types the order of sums shows
     for n, (sq, sk) in enumerate(((1, 1), (1, 2), (2, 1), (2, 3), (3, 2), (3, 17), (5, 5))):
         tensors = make_inputs((1, sq, sk, 2, 1, 4, 4), dtype, n)
         q, k, v, do = (oracle.to_device(x) for x in tensors)
@@ -872,7 +732,7 @@ def test_case_38_one_to_five_tokens(cp: Any, options: Any, dtype: str) -> None:
             for which in range(3)
         ]
         for deterministic in MODES:
-            grads = run(do, q, k, v, dlse=dlse, deterministic=deterministic, **options)
+            grads = backward(do, q, k, v, dlse=dlse, deterministic=deterministic, **options)
             for name, x, expected in zip(("dq", "dk", "dv"), grads, truth, strict=True):
                 bound = unit * max(1.0, float(np.abs(expected).max())) + 1e-7
                 error = float(np.abs(host(x).astype(np.float64) - expected).max())
@@ -918,14 +778,14 @@ def test_more_heads_than_a_grid_axis(cp: Any, batch_and_heads: tuple[int, int, i
     do, q, k, v = problem(b, 17, 19, h, hk, 32, 32, "bfloat16")
     made, group = forward(q, k, v, causal=True), h // hk
     for deterministic in MODES:
-        grads = run(do, q, k, v, made, causal=True, deterministic=deterministic)
+        grads = backward(do, q, k, v, made, causal=True, deterministic=deterministic)
         for name, x in zip(("dq", "dk", "dv"), grads, strict=True):
             assert not bool((bits(x) == 0xFFFF).any()), f"{name} was not written everywhere"
         few, heads = min(b, 20), min(hk, 20)
         for batch, head in itertools.product({0, b - few}, {0, hk - heads}):
             one, all_ = slice(batch, batch + few), slice(head * group, (head + heads) * group)
             mine = slice(head, head + heads)
-            part: Any = (do[one, :, all_], q[one, :, all_], k[one, :, mine], v[one, :, mine])
+            part = (do[one, :, all_], q[one, :, all_], k[one, :, mine], v[one, :, mine])
             got = (grads[0][one, :, all_], grads[1][one, :, mine], grads[2][one, :, mine])
             what = f"B={b} H={h}, from {batch} and {head}, deterministic={deterministic}"
             check_backward(*part, got, what, causal=True)
@@ -937,12 +797,12 @@ def test_sequences_longer_than_65535(cp: Any, deterministic: bool) -> None:
     s, width = 70001, 100
     do, q, k, v = problem(1, s, s, 1, 1, 64, 64, "bfloat16")
     options = opts(window=(width, 0))
-    grads = run(do, q, k, v, deterministic=deterministic, **options)
+    grads = backward(do, q, k, v, deterministic=deterministic, **options)
     for x in grads:
         assert not bool((bits(x) == 0xFFFF).any()), "a gradient was not written everywhere"
     for begin in (0, 65300, s - 600):
         cut = slice(begin, begin + 600)
-        part: Any = [x[:, cut] for x in (do, q, k, v)]
+        part = four(x[:, cut] for x in (do, q, k, v))
         expected = expected_gradients(*part, **options)
         inner_q = slice(0 if begin == 0 else width, 600)
         # Rows near the beginning lack keys, and so their own lse; keys there and near the end
@@ -971,16 +831,19 @@ def test_more_than_two_to_the_31_elements_of_gradients(cp: Any, deterministic: b
         return cp.broadcast_to(bits(x), (b, *x.shape[1:])).view(x.dtype)
 
     give_back_memory(cp)
+    block = cp.empty(22 << 30, np.uint8)
+    block.data.memset(0xFF, block.nbytes)
+    del block  # from which the call takes its memory
     args: Any = [many(x) for x in (do, q, k, v, *made)]
     call = opts(causal=True, deterministic=deterministic)
     grads = flash_attention_backward(*args, **call)
     expected = expected_gradients(do, q, k, v, causal=True)
-    single = run(do, q, k, v, made, **call)
+    single = backward(do, q, k, v, made, **call)
     for i in (0, 2**17 - 1, 2**17, 2**18 - 1, 2**18):
         got = [x[i : i + 1] for x in grads]
         assert_gradients(got, expected, f"entry {i}, deterministic={deterministic}")
         if deterministic:
-            assert_same_grads(got, single, f"entry {i}")
+            assert_same_gradients(got, single, f"entry {i}")
     for name, x in zip(("dq", "dk", "dv"), grads, strict=True):
         for part in np.array_split(np.arange(b), 9):
             mine = x[int(part[0]) : int(part[-1]) + 1]
@@ -992,7 +855,7 @@ def test_more_than_two_to_the_31_elements_of_gradients(cp: Any, deterministic: b
 
 @pytest.mark.parametrize("dtype", HALVES[:1])
 def test_more_than_two_to_the_31_elements_between_rows(cp: Any, dtype: str) -> None:
-    """In strides: all inputs in one buffer whose rows are 7 million elements apart, NaN between."""
+    """In strides: all inputs in one buffer, rows 7 million elements apart, NaN between them."""
     s, between = 300, 57344
     buffer = oracle.empty((1, s, between, 128), dtype)
     buffer.data.memset(0xFF, buffer.nbytes)
@@ -1006,311 +869,7 @@ def test_more_than_two_to_the_31_elements_between_rows(cp: Any, dtype: str) -> N
     assert views[0].strides[1] // views[0].itemsize * (s - 1) > 2**31
     do, q, k, v, o = views
     for deterministic in MODES:
-        grads = run(do, q, k, v, (o, made[1]), causal=True, deterministic=deterministic)
+        grads = backward(do, q, k, v, (o, made[1]), causal=True, deterministic=deterministic)
         check_backward(*sources, grads, f"deterministic={deterministic}", causal=True)
     del buffer, views, view, do, q, k, v, o
     give_back_memory(cp)
-
-
-# Libraries
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_torch(cp: Any, torch: Any, dtype: str) -> None:
-    do, q, k, v = problem(2, 70, 70, 4, 2, 64, 64, dtype)
-    made = forward(q, k, v, causal=True)
-    dlse = normal_lse(q, 2)
-    call = opts(causal=True, deterministic=True)
-    expected = run(do, q, k, v, made, dlse=dlse, **call)
-    args = [torch_of(torch, x) for x in (do, q, k, v, *made)]
-    given_dlse = torch_of(torch, dlse)
-    grads = flash_attention_backward(*args, dlse=given_dlse, **call)
-    swapped = [x.transpose(1, 2) for x in args[:5]]
-    other = flash_attention_backward(*swapped, args[5], dlse=given_dlse, layout="bhsd", **call)
-    for name, x, y, z in zip(("dq", "dk", "dv"), grads, other, expected, strict=True):
-        assert isinstance(x, torch.Tensor), f"{name}: got {type(x)}"
-        assert x.is_cuda, f"{name}: result on {x.device}"
-        assert x.dtype is getattr(torch, dtype), f"{name}: got {x.dtype}"
-        same_bits(torch_host(torch, x), z, name)
-        same_bits(torch_host(torch, y.transpose(1, 2).contiguous()), z, f"{name}, bhsd")
-
-
-def test_torch_autograd_agrees(cp: Any, torch: Any) -> None:
-    """The formulas of the oracle, and so ours, are what autograd makes of torch's attention."""
-    do, q, k, v = problem(2, 90, 90, 4, 2, 64, 64, HALVES[-1])
-    leaves = [torch.from_numpy(host(x).astype(np.float64)).cuda() for x in (q, k, v)]
-    for x in leaves:
-        x.requires_grad_()
-    tq, tk, tv = (x.transpose(1, 2) for x in leaves)
-    wide = (x.repeat_interleave(2, dim=1) for x in (tk, tv))
-    o = torch.nn.functional.scaled_dot_product_attention(tq, *wide, is_causal=True)
-    o.backward(torch.from_numpy(host(do).astype(np.float64)).cuda().transpose(1, 2))
-    exact = dense_backward(do, q, k, v, causal=True)
-    for name, x, y in zip(("dq", "dk", "dv"), leaves, exact, strict=True):
-        np.testing.assert_allclose(y, x.grad.cpu().numpy(), rtol=0, atol=1e-12, err_msg=name)
-    run_checked(do, q, k, v, "as autograd", causal=True)
-
-
-def test_torch_needs_no_graph(cp: Any, torch: Any) -> None:
-    do, q, k, v = problem(1, 20, 20, 2, 2, 64, 64, DTYPES[0])
-    args = [torch_of(torch, x) for x in (do, q, k, v, *forward(q, k, v))]
-    for n, name in enumerate(("do", "q", "k", "v", "o", "lse")):
-        args[n].requires_grad_()
-        with pytest.raises(ValueError, match=rf"{name} requires grad.*{name}\.detach\(\)"):
-            flash_attention_backward(*args)
-        args[n].requires_grad_(False)
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-def test_jax(cp: Any, jax: Any, dtype: str) -> None:
-    do, q, k, v = problem(2, 70, 90, 4, 2, 64, 64, dtype)
-    made, call = forward(q, k, v, causal=True), opts(causal=True, deterministic=True)
-    expected = run(do, q, k, v, made, **call)
-    args = [jax.numpy.asarray(host(x)) for x in (do, q, k, v, *made)]
-    grads = flash_attention_backward(*args, **call)
-    for name, x, y in zip(("dq", "dk", "dv"), grads, expected, strict=True):
-        assert isinstance(x, jax.Array), f"{name}: got {type(x)}"
-        assert next(iter(x.devices())).platform == "gpu", f"{name}: result on {x.devices()}"
-        assert x.dtype.name == dtype, f"{name}: got {x.dtype}"
-        same_bits(np.asarray(x).view(np.uint16), y, name)
-    again = flash_attention_backward(*args[:1], *grads, *args[4:], **call)  # results go in again
-    assert len(again) == 3
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_dlpack_producers_and_flat_arrays(cp: Any, dtype: str) -> None:
-    do, q, k, v = problem(6, 70, 90, 1, 1, 64, 64, dtype)
-    made, dlse = forward(q, k, v), normal_lse(q, 1)
-    expected = run(do, q, k, v, made, dlse=dlse, deterministic=True)
-    flat: Any = [x[:, :, 0] for x in (do, q, k, v, made[0])]
-    args: Any = [Producer(x, readonly=True) for x in (*flat, made[1][:, 0])]
-    launcher = FlashAttention2(64, dtype, deterministic=True, device="cuda")
-    for grads in (
-        flash_attention_backward(*args, dlse=Producer(dlse[:, 0]), deterministic=True),
-        launcher.backward(*flat, made[1][:, 0], dlse=dlse[:, 0]),
-    ):
-        assert all(isinstance(x, cp.ndarray) for x in grads)
-        assert_same_grads([x[:, :, None] for x in grads], expected, "flat arrays")
-    cp.cuda.Device().synchronize()
-    assert all(x.exports == x.deleted for x in args), "a capsule's deleter was not called"
-
-
-# Streams
-
-
-def test_work_is_queued_on_the_stream_asked_for(cp: Any) -> None:
-    do, q, k, v = problem(2, 150, 200, 4, 2, 64, 64, HALVES[-1])
-    made = forward(q, k, v)
-    expected = {}
-    for mode in MODES:
-        expected[mode] = run(do, q, k, v, made, deterministic=mode)
-        check_backward(do, q, k, v, expected[mode], f"deterministic={mode}")
-    late = [oracle.copy(x) for x in (do, q)]
-    stream = cp.cuda.Stream(non_blocking=True)
-    for mode, spelled in itertools.product(MODES, (stream, stream.ptr, None)):
-        for again in (False, True):  # the first fills CuPy's pool and the work buffers
-            fill_nan(*late)
-            cp.cuda.Device().synchronize()
-            with stream:
-                oracle.spin(100 if again else 0)
-                for x, y in zip(late, (do, q), strict=True):
-                    bits(x)[...] = bits(y)
-                if spelled is None:
-                    start = time.perf_counter()
-                    grads = flash_attention_backward(*late, k, v, *made, deterministic=mode)
-                    took = time.perf_counter() - start
-            if spelled is not None:
-                start = time.perf_counter()
-                grads = flash_attention_backward(
-                    *late, k, v, *made, deterministic=mode, stream=spelled
-                )
-                took = time.perf_counter() - start
-            if again:
-                assert not stream.done, f"{spelled}: the call waited for its stream"
-                assert took < 0.05, f"{spelled}: the call took {took:.3f} s behind 0.1 s of work"
-            stream.synchronize()
-            if mode:
-                assert_same_grads(grads, expected[mode], f"stream={spelled!r}")
-            else:
-                check_backward(do, q, k, v, grads, f"stream={spelled!r}")
-
-
-@pytest.mark.parametrize("dim", [64, 66])
-@pytest.mark.parametrize("deterministic", MODES)
-def test_case_14_graph_capture(cp: Any, deterministic: bool, dim: int) -> None:
-    """Forward and backward in one graph; replays read what the inputs then hold."""
-    dtype = HALVES[-1]
-    tensors: Any = problem(2, 150, 200, 4, 2, dim, dim, dtype)
-    do, q, k, v = tensors
-    lens = lengths(200, 77)
-    o, lse = oracle.empty(q.shape, dtype), oracle.empty((2, 4, 150), "float32")
-    launcher = FlashAttention2(dim, dtype, causal=True, deterministic=deterministic)
-
-    def step() -> Any:
-        launcher.forward(q, k, v, seqlens_k=lens, out=o, lse_out=lse)
-        return launcher.backward(do, q, k, v, o, lse, seqlens_k=lens)
-
-    stream = cp.cuda.Stream(non_blocking=True)
-    cp.cuda.Device().synchronize()
-    with stream:
-        for _ in range(2):
-            step()  # warm up: compile, load, work buffers; the results go back to the pool
-        stream.synchronize()
-        stream.begin_capture()
-        try:
-            grads = step()
-        finally:
-            graph = stream.end_capture()
-    for seed, real in itertools.product((5, 6), (200, 3)):
-        for x, y in zip(tensors, problem(2, 150, 200, 4, 2, dim, dim, dtype, seed), strict=True):
-            bits(x)[...] = bits(y)
-        lens[1] = real
-        fill_nan(o, lse, *grads)
-        cp.cuda.Device().synchronize()
-        graph.launch(stream)
-        stream.synchronize()
-        what = f"replay {seed}, {real} keys"
-        check_backward(do, q, k, v, grads, what, seqlens_k=lens, causal=True)
-
-
-# Memory
-
-
-@pytest.mark.parametrize("deterministic", MODES)
-@pytest.mark.parametrize("heads", [1, 2])
-def test_memory_of_a_long_call(cp: Any, heads: int, deterministic: bool) -> None:
-    """Results, two float32 for each row, and by default a float32 dq: nothing else."""
-    from cupy.cuda import memory_hook
-
-    class Peak(memory_hook.MemoryHook):  # type: ignore[misc]
-        name = "Peak"
-        live: dict[int, int] = {}  # noqa: RUF012
-        top = 0
-
-        def malloc_postprocess(self, **kwargs: Any) -> None:
-            self.live[kwargs["mem_ptr"]] = kwargs["mem_size"]
-            self.top = max(self.top, sum(self.live.values()))
-
-        def free_postprocess(self, **kwargs: Any) -> None:
-            self.live.pop(kwargs["mem_ptr"], None)
-
-    s, d = 65536, 128
-    do, q, k, v = problem(1, s, s, heads, heads, d, d, HALVES[-1])
-    call = opts(causal=True, deterministic=deterministic)
-    few = [x[:, :64] for x in (do, q, k, v)]
-    run(*few, **call)  # everything is loaded
-    made = forward(q, k, v, causal=True)
-    attention.launcher.cache_clear()
-    give_back_memory(cp)
-    pool = cp.get_default_memory_pool()
-    before, free = pool.total_bytes(), cp.cuda.runtime.memGetInfo()[0]
-    with Peak() as peak:
-        grads = flash_attention_backward(do, q, k, v, *made, **call)
-        cp.cuda.Device().synchronize()
-    rows = heads * -(-s // 64) * 64
-    formula = sum(x.nbytes for x in (q, k, v)) + 2 * 4 * rows
-    if not deterministic:
-        formula += 4 * rows * d
-    assert 0.99 * formula < peak.top < 1.01 * formula, f"{peak.top} bytes, {formula} documented"
-    grown = pool.total_bytes() - before
-    assert grown <= 1.01 * formula, f"CuPy's pool grew by {grown} bytes, {formula} documented"
-    taken = free - cp.cuda.runtime.memGetInfo()[0]
-    assert taken <= 1.01 * formula + (4 << 20), f"the card lost {taken} bytes"
-    # The first rows of a causal problem are a problem of their own.
-    part = [x[:, :300] for x in (do, q, k, v)]
-    exact, plain = (dense_backward(*part, causal=True, low=low)[0] for low in (False, True))
-    assert_accurate(host(grads[0][:, :300]), exact, plain, f"dq of the first rows, S={s}")
-
-
-def test_case_15_a_thousand_steps_keep_nothing(cp: Any) -> None:
-    pool = cp.get_default_memory_pool()
-    plain = problem(1, 40, 50, 2, 1, 64, 64, HALVES[-1])
-    odd = problem(1, 40, 50, 2, 1, 66, 66, HALVES[0])
-    lens = lengths(33)
-    marks = []
-    for n in range(1000):
-        for do, q, k, v in (plain, odd):
-            options = opts(causal=bool(n % 3), seqlens_k=lens)
-            o, lse = flash_attention(q, k, v, return_lse=True, **options)
-            mode = opts(deterministic=bool(n % 2))
-            flash_attention_backward(do, q, k, v, o, lse, dlse=lse, **mode, **options)
-        flash_attention_backward(do[:, :0], q[:, :0], k, v, o[:, :0], lse[..., :0])
-        with pytest.raises(ValueError, match="lse has shape"):
-            flash_attention_backward(do, q, k, v, o, lse[..., :7])
-        if n % 100 == 99:
-            cp.cuda.Device().synchronize()
-            gc.collect()
-            free = cp.cuda.runtime.memGetInfo()[0]
-            marks.append((pool.used_bytes(), pool.total_bytes(), free, len(gc.get_objects())))
-    early, late = marks[1], marks[-1]
-    assert late[0] <= early[0], f"CuPy's pool holds {late[0] - early[0]} bytes more: {marks}"
-    assert late[1] <= early[1], f"CuPy's pool grew by {late[1] - early[1]} bytes: {marks}"
-    assert early[2] - late[2] < 8 << 20, f"the card has {early[2] - late[2]} bytes less: {marks}"
-    assert late[3] - early[3] < 500, f"{late[3] - early[3]} Python objects more: {marks}"
-
-
-# Errors
-
-
-def test_what_no_kernel_does_is_refused(cp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every dtype and head dim beyond the table, before anything is loaded or allocated."""
-
-    def launched(*args: Any) -> Any:
-        raise AssertionError("a kernel was loaded for a call that is refused")
-
-    monkeypatch.setattr(launch, "load", launched)
-    refused = 0
-    for dtype, (d, dv) in itertools.product(ALL_DTYPES, ((64, 64), (64, 257), (264, 64))):
-        if any(dtype in row.dtypes and max(d, dv) <= row.max_head_dim for row in ROWS):
-            continue
-        do, q, k, v = problem(1, 20, 20, 2, 2, d, dv, dtype)
-        o, lse = oracle.copy(do), normal_lse(q, 0)
-        before = cp.get_default_memory_pool().used_bytes()
-        for call in (flash_attention_backward, FlashAttention2(d, dtype, head_dim_v=dv).backward):
-            with pytest.raises(UnsupportedError, match=f"(?s)backward.*{dtype}"):
-                call(do, q, k, v, o, lse)
-        assert cp.get_default_memory_pool().used_bytes() == before, "a refused call keeps memory"
-        refused += 1
-    assert refused >= 2, "the table has no end"
-
-
-def test_a_wrong_call_changes_nothing(cp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    dtype = HALVES[0]
-    do, q, k, v = problem(1, 20, 30, 2, 1, 64, 64, dtype)
-    made, dlse = forward(q, k, v), normal_lse(q, 1)
-    expected = run(do, q, k, v, made, dlse=dlse, deterministic=True)
-    good: dict[str, Any] = dict(zip(("do", "q", "k", "v", "o", "lse"), (do, q, k, v, *made)))
-    before = {name: oracle.copy(x) for name, x in good.items()}
-    other = "float16" if dtype != "float16" else "bfloat16"
-    foreign = oracle.to_device(host(q).astype(numpy_dtype(other)))
-    wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
-        ({"do": do[:, :7]}, ValueError, "do has shape"),
-        ({"do": do[..., :32]}, ValueError, "do has shape"),
-        ({"do": foreign}, TypeError, "do is"),
-        ({"do": host(do)}, ValueError, "one device"),
-        ({"o": made[0][:, :7]}, ValueError, "o has shape"),
-        ({"o": foreign}, TypeError, "o is"),
-        ({"lse": made[1][:, :1]}, ValueError, "lse has shape"),
-        ({"lse": made[1].astype(np.float64)}, TypeError, "lse is"),
-        ({"dlse": dlse[..., :7]}, ValueError, "dlse has shape"),
-        ({"dlse": dlse.astype(np.float64)}, TypeError, "dlse is"),
-        ({"dlse": host(dlse)}, ValueError, "one device"),
-        ({"k": k[:, :7]}, ValueError, "rows"),
-        ({"q": foreign}, TypeError, "one dtype"),
-        ({"seqlens_q": lengths(20, 20)}, ValueError, "seqlens_q has shape"),
-        ({"seqlens_k": lengths(30).astype(np.int64)}, TypeError, "seqlens_k is int64"),
-        ({"do": None}, TypeError, "do"),
-    ]
-
-    def launched(*args: Any) -> Any:
-        raise AssertionError("a kernel was loaded for a call that is wrong")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(launch, "load", launched)
-        for change, error, match in wrong:
-            with pytest.raises(error, match=match):
-                flash_attention_backward(**{**good, **change})
-    for name, x in good.items():
-        assert_same(x, before[name], f"{name} after wrong calls")
-    grads = run(do, q, k, v, made, dlse=dlse, deterministic=True)
-    assert_same_grads(grads, expected, "a good call after wrong ones")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import struct
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,38 +20,42 @@ import pytest
 from cufa2 import compiler, plan
 from cufa2.cache import Cubin
 from cufa2.device import DeviceInfo, info_for_arch
-from cufa2.kernels import FWD_FORMAT, FWD_PARAMS, FWD_PARAMS_BYTES, KERNELS, MASKS, SCORES, Variant
+from cufa2.kernels import KERNELS, MASKS, SCORES, Variant
+from cufa2.params import FORMATS, PARAMS, SIZES, WORK_ROWS
 from cufa2.problem import CompileError, Problem
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 REGISTERS = 65536  # 32-bit registers of a multiprocessor, on every architecture here
 
 
-def uneven(d: int, dv: int, mask: str, score: str, info: DeviceInfo) -> Variant:
-    """What a problem with Dv != D compiles to; `plan.variants` lists equal dims only."""
+def uneven(d: int, dv: int, mask: str, score: str, info: DeviceInfo) -> Iterator[Variant]:
+    """What problems with Dv != D compile to; `plan.variants` lists equal dims only."""
     bounds = {"full": (None, None), "causal": (None, 0), "left": (4, None), "local": (4, 4)}
     left, right = bounds[mask]
-    problem = Problem(
-        direction="forward",
-        dtype="bfloat16",
-        batch=1,
-        seqlen_q=1,
-        seqlen_k=1,
-        num_heads=1,
-        num_heads_kv=1,
-        head_dim=d,
-        head_dim_v=dv,
-        softmax_scale=1.0,
-        softcap=1.0 if score == "softcap" else 0.0,
-        window_left=left,
-        window_right=right,
-    )
-    return plan.choose(problem, info).variant
+    for direction, deterministic in (("forward", False), ("backward", False), ("backward", True)):
+        problem = Problem(
+            direction=cast(Any, direction),
+            dtype="bfloat16",
+            batch=1,
+            seqlen_q=1,
+            seqlen_k=1,
+            num_heads=1,
+            num_heads_kv=1,
+            head_dim=d,
+            head_dim_v=dv,
+            softmax_scale=1.0,
+            softcap=1.0 if score == "softcap" else 0.0,
+            window_left=left,
+            window_right=right,
+            deterministic=deterministic,
+        )
+        yield from plan.choose(problem, info).variants
 
 
 def builds() -> list[tuple[str, Variant]]:
     """bfloat16: all masks and scores for one architecture, for the others all but `left`, causal's
     mirror image. float16 differs in two instructions: one mask a head dim for two architectures.
+    Instances for deterministic calls leave dQ out: the same for two masks.
 
     Dv != D: pairs in which stretches, warps and staging differ; a few for every architecture.
     """
@@ -59,13 +64,17 @@ def builds() -> list[tuple[str, Variant]]:
         info = info_for_arch(arch)
         for v in plan.variants(info):
             half = v.mask == "causal" and v.score == "plain" and arch in ("sm_86", "sm_90a")
-            if half if v.dtype == "float16" else arch == "sm_90a" or v.mask != "left":
+            wanted = half if v.dtype == "float16" else arch == "sm_90a" or v.mask != "left"
+            if v.deterministic and arch != "sm_90a":
+                wanted = wanted and v.mask in ("full", "causal")
+            if wanted or not v.kernel.policies:
                 chosen.append((arch, v))
         pairs = [(192, 128), (64, 256), (256, 32), (96, 32)]
         if arch == "sm_90a":
             pairs += [(32, 192), (96, 256), (128, 64), (32, 128)]
-        chosen += [(arch, uneven(d, dv, "causal", "plain", info)) for d, dv in pairs]
-    return chosen
+        for d, dv in pairs:
+            chosen += [(arch, v) for v in uneven(d, dv, "causal", "plain", info)]
+    return list(dict.fromkeys(chosen))
 
 
 BUILDS = builds()
@@ -117,7 +126,12 @@ def test_the_builds_cover_the_table() -> None:
             (v.kernel.name, v.head_dim, v.tile) for v in mine if v.dtype == "bfloat16"
         }
     policies = {(v.kernel.name, v.mask, v.score) for _, v in BUILDS}
-    assert policies == {(k.name, m, s) for k in KERNELS for m in MASKS for s in SCORES}
+    assert policies == {
+        (k.name, m, s)
+        for k in KERNELS
+        for m in (MASKS if k.policies else ("full",))
+        for s in (SCORES if k.policies else ("plain",))
+    }
     assert {(v.kernel.name, v.dtype) for _, v in BUILDS} == {
         (k.name, dtype) for k in KERNELS for dtype in k.dtypes
     }
@@ -135,38 +149,41 @@ def compile_unit(source: str, arch: str = "sm_80") -> str:
     return compiler._compile(source, unit, arch)[1]
 
 
-def params_unit(checks: list[str]) -> str:
+def params_unit(checks: list[str], struct_name: str) -> str:
     return "\n".join(
         [
-            f"#define CUFA2_FWD_PARAMS_BYTES {FWD_PARAMS_BYTES}",
+            f"#define CUFA2_FWD_PARAMS_BYTES {SIZES['FwdParams']}",
+            f"#define CUFA2_BWD_PARAMS_BYTES {SIZES['BwdParams']}",
             compiler.flatten("attn/params.cuh"),
             *checks,
-            'extern "C" __global__ void unit(const __grid_constant__ FwdParams p) {}',
+            f'extern "C" __global__ void unit(const __grid_constant__ {struct_name} p) {{}}',
         ]
     )
 
 
-def offset_of(index: int) -> int:
+def offset_of(struct_name: str, index: int) -> int:
     """Where `struct.pack` puts a field: after the fields before it, and their padding."""
-    upto = "".join(code for _, code in FWD_PARAMS[: index + 1])
-    return struct.calcsize(upto) - struct.calcsize(FWD_PARAMS[index][1])
+    layout = PARAMS[struct_name]
+    upto = "".join(code for _, code in layout[: index + 1])
+    return struct.calcsize(upto) - struct.calcsize(layout[index][1])
 
 
-def offset_check(index: int, place: int) -> str:
+def offset_check(struct_name: str, index: int, place: int) -> str:
     """C++ that compiles iff the field lies there. NVRTC has no offsetof; this is what it expands
     to in compilers of the same front end."""
-    name = FWD_PARAMS[index][0]
-    address = f"__INTADDR__(&static_cast<FwdParams*>(nullptr)->{name})"
+    name = PARAMS[struct_name][index][0]
+    address = f"__INTADDR__(&static_cast<{struct_name}*>(nullptr)->{name})"
     return f'static_assert({address} == {place}, "{name} moved");'
 
 
-def test_params_have_the_offsets_that_python_packs() -> None:
+@pytest.mark.parametrize("struct_name", PARAMS)
+def test_params_have_the_offsets_that_python_packs(struct_name: str) -> None:
     """Name by name: offset and type of every field, and no field more."""
-    types = {"q": "i64", "d": "double", "i": "int", "f": "float"}
+    types = {"q": "i64", "i": "int", "f": "float", "d": "double"}
     checks = []
-    for index, (name, code) in enumerate(FWD_PARAMS):
-        checks.append(offset_check(index, offset_of(index)))
-        field = f"decltype(static_cast<FwdParams*>(nullptr)->{name})"
+    for index, (name, code) in enumerate(PARAMS[struct_name]):
+        checks.append(offset_check(struct_name, index, offset_of(struct_name, index)))
+        field = f"decltype(static_cast<{struct_name}*>(nullptr)->{name})"
         if code == "Q":
             checks.append(f"template <class T> constexpr bool pointer_{index} = false;")
             checks.append(f"template <class T> constexpr bool pointer_{index}<T*> = true;")
@@ -174,26 +191,35 @@ def test_params_have_the_offsets_that_python_packs() -> None:
         else:
             test = f"is_same<{field}, {types[code]}>"
         checks.append(f'static_assert({test}, "{name} has another type");')
-    compile_unit(params_unit(checks))
-    assert struct.calcsize(FWD_FORMAT) == FWD_PARAMS_BYTES
-    assert FWD_PARAMS_BYTES % 8 == 0, "C pads the struct to its alignment, Python does not"
+    compile_unit(params_unit(checks, struct_name))
+    assert struct.calcsize(FORMATS[struct_name]) == SIZES[struct_name]
+    assert SIZES[struct_name] % 8 == 0, "C pads the struct to its alignment, Python does not"
 
 
-@pytest.mark.parametrize("index", [0, len(FWD_PARAMS) // 2, len(FWD_PARAMS) - 1])
-def test_a_moved_field_is_noticed(index: int) -> None:
-    failure = f'static assertion failed with "{FWD_PARAMS[index][0]} moved"'
+MOVED = [(name, index) for name in PARAMS for index in (0, len(PARAMS[name]) // 2, -1)]
+
+
+@pytest.mark.parametrize(("struct_name", "index"), MOVED)
+def test_a_moved_field_is_noticed(struct_name: str, index: int) -> None:
+    index %= len(PARAMS[struct_name])
+    failure = f'static assertion failed with "{PARAMS[struct_name][index][0]} moved"'
+    wrong = offset_check(struct_name, index, offset_of(struct_name, index) + 4)
     with pytest.raises(CompileError, match=re.escape(failure)) as e:
-        compile_unit(params_unit([offset_check(index, offset_of(index) + 4)]))
+        compile_unit(params_unit([wrong], struct_name))
     assert "1 error detected" in str(e.value)
 
 
-def test_a_struct_of_another_size_is_noticed() -> None:
-    source = params_unit([]).replace(
-        f"CUFA2_FWD_PARAMS_BYTES {FWD_PARAMS_BYTES}",
-        f"CUFA2_FWD_PARAMS_BYTES {FWD_PARAMS_BYTES + 8}",
-    )
-    with pytest.raises(CompileError, match=r'failed with "launch\.py packs another layout"'):
+@pytest.mark.parametrize("struct_name", PARAMS)
+def test_a_struct_of_another_size_is_noticed(struct_name: str) -> None:
+    size = SIZES[struct_name]
+    source = params_unit([], struct_name).replace(f"_BYTES {size}", f"_BYTES {size + 8}")
+    with pytest.raises(CompileError, match=r'failed with "params\.py packs another layout"'):
         compile_unit(source)
+
+
+def test_work_rows_are_the_same_number_everywhere() -> None:
+    check = f'static_assert(kWorkRows == {WORK_ROWS}, "Python has another number");'
+    compile_unit(params_unit([check], "BwdParams"))
 
 
 # wrong sources

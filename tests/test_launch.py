@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cufa2 import launch
+from cufa2 import params as layouts
 from cufa2.arrays import ArrayView
-from cufa2.kernels import FWD_FORMAT, FWD_PARAMS
+from cufa2.params import BWD_PARAMS, FORMATS, FWD_PARAMS, PARAMS, WORK_ROWS
 from cufa2.problem import Problem
 
 PROBLEM = Problem(
@@ -45,18 +45,71 @@ VIEWS = {
 }
 
 
-def params(problem: Problem, lse: Any = None, lens: Any = (None, None)) -> dict[str, Any]:
-    return launch._forward_params(problem, VIEWS, lse, lens, L2)
+GRADS = {
+    "grad_o": replace(view(128, 2, 100, 6, 32), strides=(0, 0, 0, 1)),
+    "dq": view(144, 2, 100, 6, 64),
+    "dk": view(160, 2, 120, 2, 64),
+    "dv": view(176, 2, 120, 2, 32),
+}
+LSE = replace(view(112, 2, 6, 100), dtype="float32")
+LENS = {"seqlens_q": view(80, 2), "seqlens_k": replace(view(96, 2), strides=(3,))}
+WORK = {"lse_log2": 256, "delta": 512, "dq_sum": 1024}
+
+
+def params(problem: Problem, **rows: Any) -> dict[str, Any]:
+    rows = {"lse": None, "seqlens_q": None, "seqlens_k": None} | rows
+    return layouts.forward_values(problem, {**VIEWS, **rows}, L2)
+
+
+def backward(problem: Problem, work: dict[str, int] = WORK, **rows: Any) -> dict[str, Any]:
+    rows = {"lse": LSE, "dlse": None, "seqlens_q": None, "seqlens_k": None} | rows
+    views = {**VIEWS, **GRADS, **rows}
+    return layouts.backward_values(replace(problem, direction="backward"), views, work, L2)
+
+
+def unpack(name: str, values: dict[str, Any]) -> dict[str, Any]:
+    fields = [n for n, _ in PARAMS[name]]
+    return dict(zip(fields, struct.unpack(FORMATS[name], layouts.pack(name, values)), strict=True))
+
+
+def test_every_backward_field_is_filled_and_packs() -> None:
+    values = backward(PROBLEM, dlse=replace(LSE, pointer=208, strides=(7, 5, 3)), **LENS)
+    assert values.keys() == {name for name, _ in BWD_PARAMS}
+    unpacked = unpack("BwdParams", values)
+    assert (unpacked["q"], unpacked["grad_o"], unpacked["dv"]) == (16, 128, 176)
+    assert (unpacked["lse_log2"], unpacked["delta"], unpacked["dq_sum"]) == (256, 512, 1024)
+    for axis, stride in zip(("batch", "head", "row"), (7, 5, 3), strict=True):
+        assert unpacked[f"dlse_stride.{axis}"] == stride
+        assert unpacked[f"grad_o_stride.{axis}"] == 0
+    assert unpacked["rows"] == 128, "100 rows in whole tiles"
+    assert unpacked["rows"] % WORK_ROWS == 0
+    assert (unpacked["heads_total"], unpacked["heads_total_kv"]) == (12, 4)
+    assert backward(PROBLEM)["dlse"] == 0
+
+
+@pytest.mark.parametrize(("scale", "softcap"), [(0.5, 0.0), (-0.5, 0.0), (0.0, 0.0), (-0.25, 5.0)])
+def test_backward_scales(scale: float, softcap: float) -> None:
+    """P = exp2(scale_log2 tanh(tanh_scale s) - lse): no maximum is taken, so signs stay."""
+    values = backward(replace(PROBLEM, softmax_scale=scale, softcap=softcap))
+    assert values["scale_log2"] == pytest.approx((softcap or scale) / math.log(2))
+    assert values["tanh_scale"] == (scale / softcap if softcap else 0)
+    assert values["scale"] == values["exact_scale"] == scale
+
+
+def test_sections_of_the_backward_count_what_its_blocks_share() -> None:
+    """Q, dO and the float32 sums of dQ of a group; less of them without the sums."""
+    long = replace(PROBLEM, batch=40, seqlen_q=20000)
+    with_sums, without = backward(long), backward(long, {**WORK, "dq_sum": 0})
+    for values, row in ((with_sums, 96 * 2 + 64 * 4), (without, 96 * 2)):
+        used = values["section_kv"] * 3 * 20000 * row
+        assert values["section_kv"] == 1 or used <= 0.95 * L2
+    assert with_sums["section_kv"] <= without["section_kv"]
 
 
 def test_every_field_is_filled_and_packs() -> None:
-    lens = (view(80, 2), replace(view(96, 2), strides=(3,)))
-    values = params(PROBLEM, replace(view(112, 2, 6, 100), dtype="float32"), lens)
+    values = params(PROBLEM, lse=LSE, **LENS)
     assert values.keys() == {name for name, _ in FWD_PARAMS}
-    packed = struct.pack(FWD_FORMAT, *(values[name] for name, _ in FWD_PARAMS))
-    unpacked = dict(
-        zip((n for n, _ in FWD_PARAMS), struct.unpack(FWD_FORMAT, packed), strict=True)
-    )
+    unpacked = unpack("FwdParams", values)
     assert (unpacked["q"], unpacked["lse"], unpacked["seqlens_k"]) == (16, 112, 96)
     assert (unpacked["seqlens_q_stride"], unpacked["seqlens_k_stride"]) == (1, 3)
     assert [unpacked[f"k_stride.{a}"] for a in ("batch", "row", "head")] == [120 * 128, 128, 64]
@@ -111,7 +164,7 @@ def test_sections_are_whole_groups_of_about_equal_size(
         head_dim=dim,
         head_dim_v=dim,
     )
-    section = launch._section(problem, L2, 2)
+    section = params(problem)["section"]
     total = batch * heads_kv * group
     assert section % group == 0
     assert 0 < section <= total

@@ -22,12 +22,15 @@ ARROWS: dict[str, set[str]] = {
     "dlpack": set(),
     "cache": set(),
     "kernels": {"problem"},
+    "params": {"problem"},
     "plan": {"kernels", "device", "problem"},
-    "compiler": {"cache", "kernels", "device", "problem"},
+    "compiler": {"cache", "kernels", "params", "device", "problem"},
     "placement": {"dlpack", "device"},
     "arrays": {"placement", "dlpack", "device"},
     "reference": {"problem"},
-    "launch": {"compiler", "kernels", "arrays", "placement", "device", "problem"},
+    "launch": {
+        *("compiler", "kernels", "params", "arrays", "placement", "device", "problem"),
+    },
     "attention": {
         *("launch", "plan", "reference", "arrays", "placement", "device", "problem"),
     },
@@ -47,7 +50,17 @@ LAZY: dict[str, set[str]] = {
     "arrays": {"ml_dtypes"},
     "testing": {"cupy", "ml_dtypes"},
 }
-WITHOUT_NUMPY = {"problem", "device", "kernels", "plan", "compiler", "cache", "dlpack", "api"}
+WITHOUT_NUMPY = {
+    "problem",
+    "device",
+    "kernels",
+    "params",
+    "plan",
+    "compiler",
+    "cache",
+    "dlpack",
+    "api",
+}
 
 MODULES = sorted(PACKAGE.glob("*.py"))
 HEADERS = sorted(CUDA.rglob("*.cuh"))

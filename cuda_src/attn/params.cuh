@@ -1,5 +1,5 @@
-// Run-time parameters, passed by value. launch.py packs the same layouts (a test compares offsets),
-// so fields are ordered by size and every name here has its twin in kernels.py.
+// Run-time parameters, passed by value. params.py packs the same layouts (a test compares offsets)
+// so fields are ordered by size and every name here has its twin there.
 #pragma once
 #include "../prim/types.cuh"
 
@@ -28,7 +28,7 @@ struct FwdParams {
   float scale_log2;         // factor from a score to its base-2 exponent
   float q_sign;             // 1; -1 for a negative scale, 0 for scale zero: applied to Q
 };
-static_assert(sizeof(FwdParams) == CUFA2_FWD_PARAMS_BYTES, "launch.py packs another layout");
+static_assert(sizeof(FwdParams) == CUFA2_FWD_PARAMS_BYTES, "params.py packs another layout");
 
 // One struct for all kernels of a backward pass; each reads what it needs.
 struct BwdParams {
@@ -63,7 +63,7 @@ struct BwdParams {
   float scale_log2;         // factor from a (capped) score to its base-2 exponent; may be negative
   float scale;              // softmax_scale
 };
-static_assert(sizeof(BwdParams) == CUFA2_BWD_PARAMS_BYTES, "launch.py packs another layout");
+static_assert(sizeof(BwdParams) == CUFA2_BWD_PARAMS_BYTES, "params.py packs another layout");
 
 // Work arrays of a backward pass have whole tiles of rows.
 constexpr int kWorkRows = 64;

@@ -12,6 +12,7 @@
 // are one too many, loses 2^-23 of x at most.
 #pragma once
 #include "copy.cuh"
+#include "reduce.cuh"
 
 // 16 bytes of elements: what one lane reads or writes at once.
 template <class T> struct alignas(16) Piece {
@@ -20,32 +21,42 @@ template <class T> struct alignas(16) Piece {
 };
 
 template <class T> CUFA2_DEVICE Piece<T> load_piece(u32 shared) {
-  Piece<T> p;
-  if constexpr (is_same<T, float>) {
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(p.at[0]), "=f"(p.at[1]), "=f"(p.at[2]), "=f"(p.at[3])
-                 : "r"(shared) : "memory");
-  } else {
-    asm volatile("ld.shared.v2.f64 {%0, %1}, [%2];"
-                 : "=d"(p.at[0]), "=d"(p.at[1]) : "r"(shared) : "memory");
-  }
-  return p;
+  const Chunk c = load_shared_16(shared);
+  return reinterpret_cast<const Piece<T>&>(c);
+}
+template <class T> CUFA2_DEVICE void store_piece(u32 shared, const Piece<T>& p) {
+  store_shared_16(shared, reinterpret_cast<const Chunk&>(p));
 }
 
-CUFA2_DEVICE void store_piece(u32 shared, const Piece<float>& p) {
-  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};"
-               :: "r"(shared), "f"(p.at[0]), "f"(p.at[1]), "f"(p.at[2]), "f"(p.at[3])
-               : "memory");
-}
-CUFA2_DEVICE void store_piece(u32 shared, const Piece<double>& p) {
-  asm volatile("st.shared.v2.f64 [%0], {%1, %2};"
-               :: "r"(shared), "d"(p.at[0]), "d"(p.at[1]) : "memory");
-}
+template <class T> CUFA2_DEVICE bool is_finite(T x) { return fabs(x) < T(inf()); }
 
-// Barrier among `threads` threads of a block; id 1 to 15, 0 being the block's own.
-CUFA2_DEVICE void named_sync(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory");
+// The larger one; a NaN in b is ignored. fmax(double) would mind a NaN in a as well, at twice the
+// instructions.
+CUFA2_DEVICE float larger(float a, float b) { return fmaxf(a, b); }
+CUFA2_DEVICE double larger(double a, double b) { return b > a ? b : a; }
+
+// 2^x to one ulp for x < 1024, zero below 2^-1022; NaN stays NaN. What rounding x to an integer
+// leaves, |f| <= 1/2, goes through a polynomial of 2^f that is good to 2^-55. Unlike exp2() it has
+// no branch, so that the exponentials of a row overlap.
+CUFA2_DEVICE double power_of_2(double x) {
+  constexpr double kShift = 0x1.8p52;  // its unit in the last place is 1
+  const double shifted = x + kShift, f = x - (shifted - kShift);
+  double y = 0x1.c062d7c810824p-32;
+  y = fma(y, f, 0x1.e605f960b6a12p-28);
+  y = fma(y, f, 0x1.b541680643fabp-24);
+  y = fma(y, f, 0x1.62bfd49ed6ee8p-20);
+  y = fma(y, f, 0x1.ffcbee3ae07b2p-17);
+  y = fma(y, f, 0x1.4309130961180p-13);
+  y = fma(y, f, 0x1.5d87fe7bbbe89p-10);
+  y = fma(y, f, 0x1.3b2ab6fba1e1cp-7);
+  y = fma(y, f, 0x1.c6b08d7048f31p-5);
+  y = fma(y, f, 0x1.ebfbdff82c598p-3);
+  y = fma(y, f, 0x1.62e42fefa39f3p-1);
+  y = fma(y, f, 1.0);
+  const double scale = __hiloint2double((__double2loint(shifted) + 1023) << 20, 0);
+  return shifted < kShift - 1022 ? 0.0 : y * scale;
 }
+CUFA2_DEVICE float power_of_2(float x) { return exp2_approx(x); }
 
 // SIZE elements of a lane's A (4) or B (2) operand, as the tensor core takes them: float64 as it
 // is, float32 rounded to TF32 or, at float32 accuracy, split.
@@ -63,7 +74,11 @@ template <int SIZE> struct Operand<float, true, SIZE> {
     const float power = __uint_as_float(__float_as_uint(x) & 0xff800000u);
     at[i] = __float_as_uint(fmaf(power, 0x1p-11f, x));
   }
-  CUFA2_DEVICE void set_finite(int i, float x) { set(i, x); }
+  // For any finite x: cuts where rounding would give infinity.
+  CUFA2_DEVICE void set_finite(int i, float x) {
+    set(i, x);
+    if (fabsf(x) >= 0x1.ffep127f) at[i] = __float_as_uint(x);
+  }
 };
 
 // Both halves come out of three instructions; cvt.rna.tf32 alone is four. A non-finite x, or one
