@@ -1,6 +1,6 @@
 // dQ on mma.sync tensor cores without atomics, for calls that must repeat to the bit.
 //
-//   P = exp(s - lse);  dP = dO V^T;  dS = P (dP - delta);  dQ = scale dS K   (policies in s and dS)
+//   P = exp(s - lse);  dP = dO V^T;  dS = P (dP - delta);  dQ = scale dS K   (policies in s, dS)
 //
 // One block owns BLOCK_Q query rows of one head and walks over the key blocks its mask leaves, as
 // the forward does: a warp's scores stay in its registers, dS is the A operand of dQ += dS K, and

@@ -33,8 +33,8 @@
 #include "attn/schedule.cuh"
 #include "attn/wide.cuh"
 
-template <class T_, int D_, int DV_, int BLOCK_Q_, int BLOCK_K_, int WARPS_, int SPLIT_, int PARTS_,
-          int SLOTS_, bool STAGED_, bool TF32_>
+template <class T_, int D_, int DV_, int BLOCK_Q_, int BLOCK_K_, int WARPS_, int SPLIT_,
+          int PARTS_, int SLOTS_, bool STAGED_, bool TF32_>
 struct WideTile {
   using T = T_;
   static constexpr bool kTf32 = TF32_, kHalves = is_same<T, float> && !kTf32;

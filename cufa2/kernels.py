@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .problem import Direction, Problem
+from .tiles import BwdTile, DqTile, FwdTile, Tile, WideTile
 
 Stage = Literal["main", "delta", "dq"]
 # The kernels of a pass, in the order in which they run.
@@ -19,89 +20,13 @@ STAGES: dict[Direction, tuple[Stage, ...]] = {
     "backward": ("delta", "main", "dq"),
 }
 
-C_TYPES = {"float16": "fp16_t", "bfloat16": "bf16_t"}
-SHORT_TYPES = {"float16": "fp16", "bfloat16": "bf16"}
+C_TYPES = {"float16": "fp16_t", "bfloat16": "bf16_t", "float32": "float", "float64": "double"}
+SHORT_TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 MASKS = {"full": "FullMask", "causal": "CausalMask", "left": "LeftMask", "local": "LocalMask"}
 SCORES = {"plain": "PlainScore", "softcap": "SoftcapScore"}
 
 # Sequence positions, and sums of three of them (row + shift + window), are 32-bit in the kernels.
 MAX_SEQLEN = 2**29
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Block shape of a kernel for head dims up to `max_head_dim`."""
-
-    max_head_dim: int
-    block_q: int
-    block_k: int
-    warps: int
-    min_blocks: int  # blocks per multiprocessor that the register budget must leave room for
-    # Only where registers suffice without spills: newest compute capability, score policies.
-    max_cc: tuple[int, int] | None = None
-    scores: tuple[str, ...] = ("plain", "softcap")
-    least_smem: int = 0  # only where a block may have so many bytes: min_blocks fit together
-
-    @property
-    def arguments(self) -> tuple[int | bool, ...]:
-        """Template arguments of the tile, after the element type and the head dims."""
-        return ()
-
-    def smem_bytes(self, head_dim: int, head_dim_v: int) -> int:
-        """Dynamic shared memory of a block."""
-        return 0
-
-
-@dataclass(frozen=True)
-class FwdTile(Tile):
-    """A tile of fwd_sm80: K and V in two stages."""
-
-    q_in_registers: bool = False
-
-    @property
-    def arguments(self) -> tuple[int | bool, ...]:
-        return self.block_q, self.block_k, self.warps, self.q_in_registers
-
-    def smem_bytes(self, head_dim: int, head_dim_v: int) -> int:
-        """Q (O leaves through it) and two stages of K and V."""
-        q = self.block_q * max(head_dim, head_dim_v)
-        return 2 * (q + 2 * self.block_k * (head_dim + head_dim_v))
-
-
-@dataclass(frozen=True)
-class BwdTile(Tile):
-    """A tile of bwd_sm80: `key_warps` warps split the keys; Q and dO in one or two stages."""
-
-    key_warps: int = 1
-    q_stages: int = 2
-    do_stages: int = 2
-
-    @property
-    def arguments(self) -> tuple[int | bool, ...]:
-        sizes = self.block_q, self.block_k, self.warps
-        return *sizes, self.key_warps, self.q_stages, self.do_stages
-
-    def smem_bytes(self, head_dim: int, head_dim_v: int) -> int:
-        """K, V; stages of Q (with lse and delta) and dO; P, if warps share it; dS twice."""
-        kv = 2 * self.block_k * (head_dim + head_dim_v)
-        q = self.q_stages * self.block_q * (2 * head_dim + 8)
-        grad_o = self.do_stages * self.block_q * 2 * head_dim_v
-        weights = 2 * self.block_k * self.block_q * (2 if self.key_warps == self.warps else 3)
-        return kv + q + grad_o + weights
-
-
-@dataclass(frozen=True)
-class DqTile(Tile):
-    """A tile of bwd_dq_sm80: K and V in two stages."""
-
-    @property
-    def arguments(self) -> tuple[int | bool, ...]:
-        return self.block_q, self.block_k, self.warps
-
-    def smem_bytes(self, head_dim: int, head_dim_v: int) -> int:
-        """Q and dO, lse and delta, two stages of K and V."""
-        tiles = 2 * (self.block_q + 2 * self.block_k) * (head_dim + head_dim_v)
-        return tiles + 8 * self.block_q
 
 
 @dataclass(frozen=True, eq=False)  # a row is itself: compared and hashed by identity, at no cost
@@ -219,6 +144,38 @@ KERNELS: tuple[Kernel, ...] = (
         excludes=(_TOO_LONG,),
     ),
     Kernel(
+        name="fwd_wide_sm80",
+        file="fwd_wide_sm80.cuh",
+        direction="forward",
+        stage="main",
+        tile_type="WideTile",
+        params="FwdParams",
+        blocks=_query_tiles,
+        min_cc=(8, 0),
+        dtypes=("float32", "float64"),
+        head_dims=_HEAD_DIMS,
+        tiles=(
+            WideTile(64, 128, 32, 4, 3, staged=True, least_smem=200 << 10, itemsize=4),
+            WideTile(64, 128, 32, 4, 2, staged=True, itemsize=4),
+            WideTile(64, 128, 32, 8, 1, itemsize=8),
+            WideTile(96, 128, 32, 4, 2, itemsize=4),
+            WideTile(128, 256, 32, 8, 1, max_cc=(8, 0), itemsize=4),
+            WideTile(128, 128, 32, 4, 2, itemsize=4),
+            WideTile(128, 128, 32, 8, 1, slots=3, itemsize=8),
+            WideTile(128, 128, 16, 8, 1, itemsize=8),
+            WideTile(128, 64, 16, 4, 1, itemsize=8),
+            WideTile(192, 64, 32, 8, 1, split=2, parts=2, slots=4, itemsize=8),
+            WideTile(192, 64, 16, 8, 1, split=2, itemsize=8),
+            WideTile(256, 128, 32, 8, 1, split=2, itemsize=4),
+            WideTile(256, 64, 32, 4, 1, split=2, itemsize=4),
+            WideTile(256, 32, 16, 2, 1, split=2, itemsize=4),
+            WideTile(256, 64, 32, 8, 1, split=2, parts=4, slots=4, itemsize=8),
+            WideTile(256, 32, 16, 4, 1, split=2, itemsize=8),
+            WideTile(256, 16, 8, 2, 1, split=2, itemsize=8),
+        ),
+        excludes=(_TOO_LONG,),
+    ),
+    Kernel(
         name="bwd_delta",
         file="bwd_delta.cuh",
         direction="backward",
@@ -246,9 +203,11 @@ KERNELS: tuple[Kernel, ...] = (
         head_dims=_HEAD_DIMS,
         tiles=(
             BwdTile(64, 64, 128, 4, 2, key_warps=4, least_smem=200 << 10),
-            BwdTile(64, 32, 128, 4, 2, key_warps=4),
+            BwdTile(64, 32, 128, 4, 2, key_warps=4, max_cc=(9, 0)),
             BwdTile(128, 64, 128, 8, 1, key_warps=4, max_cc=(9, 0)),
-            BwdTile(128, 64, 128, 8, 1, key_warps=4, do_stages=1),
+            BwdTile(
+                128, 64, 128, 8, 1, key_warps=4, do_stages=1, max_cc=(9, 0), scores=("plain",)
+            ),
             BwdTile(128, 32, 64, 4, 2, key_warps=2),
             BwdTile(256, 64, 64, 8, 1, key_warps=2),
             BwdTile(256, 64, 64, 8, 1, key_warps=2, do_stages=1),

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .device import DeviceInfo
-from .kernels import KERNELS, MASKS, SCORES, SMEM_RESERVE, STAGES, Kernel, Tile, Variant
-from .problem import Problem, UnsupportedError
+from .kernels import KERNELS, MASKS, SCORES, SMEM_RESERVE, STAGES, Kernel, Variant
+from .problem import ITEMSIZES, Problem, UnsupportedError
+from .tiles import Tile
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def refusal(row: Kernel, problem: Problem, info: DeviceInfo) -> str | None:
         if applies(problem):
             return f"excludes {rule}"
     d, dv = row.compiled_dims(problem.head_dim, problem.head_dim_v)
-    if _tile(row, d, dv, _score(problem), info) is None:
+    if _tile(row, d, dv, problem.dtype, _score(problem), info) is None:
         return f"no tile for D={d}, Dv={dv} fits {info.smem_per_block} bytes of shared memory"
     return None
 
@@ -97,13 +98,12 @@ def variants(arch_info: DeviceInfo) -> Iterator[Variant]:
         if arch_info.cc < row.min_cc:
             continue
         masks, scores = (MASKS, SCORES) if row.policies else (("full",), ("plain",))
-        for dim, score in itertools.product(row.head_dims, scores):
-            tile = _tile(row, dim, dim, score, arch_info)
-            if tile is None:
-                continue
-            bare = (False, True) if row.atomics else (False,)
-            for dtype, mask, deterministic in itertools.product(row.dtypes, masks, bare):
-                yield Variant(row, tile, dtype, dim, dim, mask, score, deterministic)
+        bare = (False, True) if row.atomics else (False,)
+        for dim, score, dtype in itertools.product(row.head_dims, scores, row.dtypes):
+            tile = _tile(row, dim, dim, dtype, score, arch_info)
+            if tile is not None:
+                for mask, deterministic in itertools.product(masks, bare):
+                    yield Variant(row, tile, dtype, dim, dim, mask, score, deterministic)
 
 
 def mask_of(window_left: int | None, window_right: int | None) -> str:
@@ -116,7 +116,7 @@ def mask_of(window_left: int | None, window_right: int | None) -> str:
 def _variant(row: Kernel, problem: Problem, info: DeviceInfo) -> Variant:
     d, dv = row.compiled_dims(problem.head_dim, problem.head_dim_v)
     score = _score(problem)
-    tile = _tile(row, d, dv, score, info)
+    tile = _tile(row, d, dv, problem.dtype, score, info)
     assert tile is not None, "refusal() has checked that a tile fits"
     if not row.policies:
         return Variant(row, tile, problem.dtype, d, d)
@@ -129,12 +129,13 @@ def _score(problem: Problem) -> str:
     return "softcap" if problem.softcap else "plain"
 
 
-def _tile(row: Kernel, d: int, dv: int, score: str, info: DeviceInfo) -> Tile | None:
+def _tile(row: Kernel, d: int, dv: int, dtype: str, score: str, info: DeviceInfo) -> Tile | None:
     room = info.smem_per_block - SMEM_RESERVE
     fitting = (
         t
         for t in row.tiles
         if max(d, dv) <= t.max_head_dim
+        and t.itemsize == ITEMSIZES[dtype]
         and t.smem_bytes(d, dv) <= room
         and (t.max_cc is None or info.cc <= t.max_cc)
         and score in t.scores

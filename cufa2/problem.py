@@ -12,7 +12,8 @@ import operator
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-DTYPES = ("float16", "bfloat16", "float32", "float64")
+ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+DTYPES = tuple(ITEMSIZES)
 LAYOUTS = ("bshd", "bhsd")
 
 _LARGEST = 1e30  # of softmax_scale and softcap: products with float32 scores stay meaningful

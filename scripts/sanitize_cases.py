@@ -25,8 +25,8 @@ from unittest import mock
 import numpy as np
 
 from cufa2 import attention, device, flash_attention, flash_attention_backward, launch, plan
-from cufa2.kernels import KERNELS, SMEM_RESERVE, Kernel, Tile, Variant
-from cufa2.problem import Options, Problem, UnsupportedError, make_problem
+from cufa2.kernels import KERNELS, SMEM_RESERVE, Kernel, Variant
+from cufa2.problem import ITEMSIZES, Options, Problem, UnsupportedError, make_problem
 from cufa2.testing import (
     Inputs,
     assert_accurate,
@@ -38,6 +38,7 @@ from cufa2.testing import (
     reference64,
     reference64_backward,
 )
+from cufa2.tiles import Tile
 
 Shape = tuple[int, int, int, int]
 
@@ -332,6 +333,11 @@ class Target:
         number, size = self.row.tiles.index(self.tile), (self.tile.block_q, self.tile.block_k)
         return f"{self.row.name}, D={self.dim}, tile {number} of {size[0]} x {size[1]}"
 
+    @property
+    def dtypes(self) -> list[str]:
+        """What the tile is made for."""
+        return [t for t in self.row.dtypes if ITEMSIZES[t] == self.tile.itemsize]
+
     def choose(self, problem: Problem, info: device.DeviceInfo) -> plan.Plan:
         """plan.choose for this card, with this row and tile in their stage.
 
@@ -349,6 +355,7 @@ class Target:
         dims, tile = (variant.head_dim, variant.head_dim_v), self.tile
         return (
             variant.kernel is self.row
+            and variant.dtype in self.dtypes
             and variant.score in tile.scores
             and max(dims) <= tile.max_head_dim
             and tile.smem_bytes(*dims) <= info.smem_per_block - SMEM_RESERVE
@@ -359,15 +366,18 @@ class Target:
         if self.row.direction == "forward":
             return [False]
         modes = (False, True)
-        return [m for m in modes if tile_of(self.row, self.dim, info, deterministic=m) is not None]
+        dtype = self.dtypes[0]
+        return [m for m in modes if tile_of(self.row, self.dim, dtype, info, deterministic=m)]
 
 
 CHOOSE = plan.choose
 
 
-def tile_of(row: Kernel, dim: int, card: device.DeviceInfo, **options: Any) -> Tile | None:
+def tile_of(
+    row: Kernel, dim: int, dtype: str, card: device.DeviceInfo, **options: Any
+) -> Tile | None:
     """The tile that `row` takes for D = Dv = dim on a card; None if it takes no part."""
-    head = SimpleNamespace(shape=(1, 1, 1, dim), dtype=row.dtypes[0])
+    head = SimpleNamespace(shape=(1, 1, 1, dim), dtype=dtype)
     problem = make_problem(row.direction, Options.make(**options), head, head, head)
     try:
         variants = CHOOSE(problem, card, row.name).variants
@@ -387,8 +397,9 @@ def targets(info: device.DeviceInfo) -> tuple[Target, ...]:
     ]
     found: dict[Target, None] = {}
     for row in KERNELS:
-        for dim, card, options in itertools.product(row.head_dims, cards, asked):
-            tile = tile_of(row, dim, card, **options)
+        every = itertools.product(row.head_dims, row.dtypes, cards, asked)
+        for dim, dtype, card, options in every:
+            tile = tile_of(row, dim, dtype, card, **options)
             if tile is not None:
                 found[Target(row, dim, tile)] = None
     return tuple(found)
@@ -403,7 +414,7 @@ def needed(info: device.DeviceInfo, few: bool) -> Iterator[int]:
     found = targets(info)
     for n, t in enumerate(found):
         if t.row.stage != "main" and t.tile in (
-            tile_of(t.row, t.dim, info, deterministic=m) for m in t.modes(info)
+            tile_of(t.row, t.dim, t.dtypes[0], info, deterministic=m) for m in t.modes(info)
         ):
             continue
         if few and any(t.row is x.row and t.tile == x.tile and t.dim < x.dim for x in found):
@@ -490,7 +501,7 @@ def main() -> int:
             continue
         start = time.perf_counter()
         jobs = [
-            Job(n, number, t.row.dtypes[at % len(t.row.dtypes)], mode)
+            Job(n, number, t.dtypes[at % len(t.dtypes)], mode)
             for at, (n, t) in enumerate(chosen)
             for mode in t.modes(info)
         ]

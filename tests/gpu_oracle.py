@@ -31,8 +31,9 @@ from cufa2 import (
     flash_attention_backward,
     plan,
 )
-from cufa2.kernels import KERNELS, MASKS, SCORES, Kernel, Tile, Variant
+from cufa2.kernels import KERNELS, MASKS, SCORES, Kernel, Variant
 from cufa2.testing import assert_accurate, assert_lse, gradient_noise, numpy_dtype
+from cufa2.tiles import Tile
 
 DTYPES = ("float16", "bfloat16")
 MODES = (False, True)  # of the backward pass: deterministic or not
@@ -868,11 +869,12 @@ def variants_in_use() -> Iterator[Variant]:
         yield from _variants_of("forward", d, dv, dtype)
     for d, dv, dtype, deterministic in UNEQUAL_BACKWARD:
         yield from _variants_of("backward", d, dv, dtype, deterministic=deterministic)
-    for tile, d in foreign_tiles():
-        for n, mask in enumerate(MASKS):
-            for m, dtype in enumerate(DTYPES):
+    for kernel in main_kernels("forward"):
+        for tile, d in foreign_tiles(kernel):
+            dtypes = [t for t in kernel.dtypes if numpy_dtype(t).itemsize == tile.itemsize]
+            for (n, mask), (m, dtype) in itertools.product(enumerate(MASKS), enumerate(dtypes)):
                 score = tuple(SCORES)[(n + m) % len(SCORES)]
-                yield Variant(FORWARD, tile, dtype, d, d, mask, score)
+                yield Variant(kernel, tile, dtype, d, d, mask, score)
     for kernel in KERNELS:
         if kernel.direction == "backward" and kernel.policies:
             for tile, d in foreign_tiles(kernel):

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from cufa2 import device, plan
-from cufa2.kernels import KERNELS, Kernel
+from cufa2.kernels import KERNELS
 from cufa2.problem import Options, Problem, make_problem
 from cufa2.testing import EPS, Case, make_inputs, reference64, reference64_backward
 
@@ -198,7 +198,7 @@ def test_sanitizer_reaches_every_tile(script: Any) -> None:
             target = reached[number]
             assert target.modes(info), f"{target.name} takes part in nothing"
             for mode in target.modes(info):
-                problem = problem_of(target.row, target.dim, deterministic=mode)
+                problem = problem_of(target, deterministic=mode)
                 run |= {(v.kernel.name, v.tile) for v in target.choose(problem, info).variants}
         assert run == {(t.row.name, t.tile) for t in reached}
 
@@ -208,7 +208,7 @@ def test_sanitizer_forces_the_tile(script: Any) -> None:
     info = device.info_for_arch("sm_90a")
     for target in script("sanitize_cases").targets(info):
         for mode, softcap in itertools.product(target.modes(info), (0.0, 2.0)):
-            problem = problem_of(target.row, target.dim, deterministic=mode, softcap=softcap)
+            problem = problem_of(target, deterministic=mode, softcap=softcap)
             own = plan.choose(problem, info).variants
             for forced, free in zip(target.choose(problem, info).variants, own, strict=True):
                 made_for = forced.score in target.tile.scores
@@ -218,10 +218,10 @@ def test_sanitizer_forces_the_tile(script: Any) -> None:
                     assert forced == free
 
 
-def problem_of(row: Kernel, dim: int, **options: Any) -> Problem:
-    """A problem with D = Dv = dim for a row's pass and first dtype."""
-    head = SimpleNamespace(shape=(1, 1, 1, dim), dtype=row.dtypes[0])
-    return make_problem(row.direction, Options.make(**options), head, head, head)
+def problem_of(target: Any, **options: Any) -> Problem:
+    """A problem that the sanitizer's target serves."""
+    head = SimpleNamespace(shape=(1, 1, 1, target.dim), dtype=target.dtypes[0])
+    return make_problem(target.row.direction, Options.make(**options), head, head, head)
 
 
 def test_benchmarks_refuse_wrong_results(script: Any) -> None:

@@ -28,7 +28,6 @@ from cufa2 import (
     UnsupportedError,
     arrays,
     flash_attention,
-    flash_attention_backward,
 )
 from cufa2.testing import numpy_dtype
 
@@ -598,12 +597,3 @@ def test_dtypes_without_a_kernel(cp: Any) -> None:
         flash_attention(wide, wide, wide)
     o, lse = flash_attention(q, k, v, return_lse=True)
     check(o, lse, q, k, v, "a plain call afterwards")
-
-
-def test_backward_is_refused_by_name(cp: Any) -> None:
-    q, k, v = inputs(1, 20, 20, 2, 2, 64, 64, "bfloat16")
-    o, lse = flash_attention(q, k, v, return_lse=True)
-    with pytest.raises(UnsupportedError, match=r"(?s)backward.*fwd_sm80: computes the forward"):
-        flash_attention_backward(o, q, k, v, o, lse)
-    with pytest.raises(UnsupportedError, match="fwd_sm80"):
-        FlashAttention2(64, "bfloat16").backward(o, q, k, v, o, lse)

@@ -22,6 +22,8 @@ from cufa2.testing import make_inputs, numpy_dtype, plain_attention, reference64
 
 pytestmark = pytest.mark.gpu
 
+FORWARDS = oracle.main_kernels("forward")
+EVERY = tuple(dict.fromkeys(dtype for row in FORWARDS for dtype in row.dtypes))
 FIXTURE = Path(__file__).resolve().parent / "data" / "minilm_qkv.npz"
 
 
@@ -41,7 +43,10 @@ EDGES = (1, 2, 3, 31, 63, 64, 65, 95, 96, 97, 127, 128, 129, 131, 191, 192, 193,
 def run(q: Any, k: Any, v: Any, **options: Any) -> tuple[Any, Any]:
     """(o, lse) for (B, S, H, D) arrays, written over NaN."""
     (b, sq, h, _), dv = q.shape, v.shape[3]
-    o, lse = oracle.empty((b, sq, h, dv), q.dtype.name), oracle.empty((b, h, sq), "float32")
+    o, lse = (
+        oracle.empty((b, sq, h, dv), q.dtype.name),
+        oracle.empty((b, h, sq), oracle.lse_dtype(q.dtype.name)),
+    )
     fill_nan(o, lse)
     given_back = flash_attention(q, k, v, return_lse=True, out=o, lse_out=lse, **options)
     assert given_back[0] is o
@@ -86,7 +91,7 @@ def problems(draw: st.DrawFn) -> dict[str, Any]:
         d, dv, dtype = draw(st.sampled_from(oracle.UNEQUAL))
         d, dv = (draw(st.sampled_from((n, n - 8, n - 5))) for n in (d, dv))
     else:
-        dtype = draw(st.sampled_from(DTYPES))
+        dtype = draw(st.sampled_from(EVERY))
         size = draw(st.integers(1, len(COMPILED) - 1))
         dims = st.integers(COMPILED[size - 1] + 1, COMPILED[size])
         whole = st.sampled_from((COMPILED[size], COMPILED[size], COMPILED[size] - 8))
@@ -162,7 +167,7 @@ def test_random_problems(cp: Any, case: dict[str, Any]) -> None:
         for i, n in enumerate(case["lens"][name] or ()):
             fill_nan(x[i, n:])
     o = axes(oracle.empty((*axes(q, layout).shape[:-1], dv), dtype), layout)
-    lse = oracle.empty((b, h, sq), "float32")
+    lse = oracle.empty((b, h, sq), oracle.lse_dtype(dtype))
     fill_nan(o, lse)
     given_q, given_k, given_v = (axes(x, layout) for x in (q, k, v))
     flash_attention(
@@ -179,7 +184,7 @@ def test_random_problems(cp: Any, case: dict[str, Any]) -> None:
     check(o, lse, q, k, v, str(case), **options, **lens)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", EVERY)
 @pytest.mark.parametrize("dim", oracle.FORWARD.head_dims)
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("mask", MASKS)
@@ -196,18 +201,20 @@ def force_tile(monkeypatch: pytest.MonkeyPatch, tile: Any) -> None:
 
     def forced(*args: Any) -> Any:
         chosen = choose(*args)
-        return replace(chosen, variant=replace(chosen.variant, tile=tile))
+        return replace(chosen, variants=(replace(chosen.variant, tile=tile),))
 
     monkeypatch.setattr(plan, "choose", forced)
 
 
-def test_tiles_of_other_cards(cp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiles = oracle.foreign_tiles()
+@pytest.mark.parametrize("row", FORWARDS, ids=lambda row: row.name)
+def test_tiles_of_other_cards(cp: Any, monkeypatch: pytest.MonkeyPatch, row: Any) -> None:
+    tiles = oracle.foreign_tiles(row)
     assert len(tiles) >= 4, f"only {tiles}: cards with 99 and 163 KB take other tiles than an H200"
     for tile, dim in tiles:
+        dtypes = [t for t in row.dtypes if numpy_dtype(t).itemsize == tile.itemsize]
         with monkeypatch.context() as patch:
             force_tile(patch, tile)
-            for n, (mask, (m, dtype)) in enumerate(itertools.product(MASKS, enumerate(DTYPES))):
+            for n, (mask, (m, dtype)) in enumerate(itertools.product(MASKS, enumerate(dtypes))):
                 score = tuple(SCORES)[(tuple(MASKS).index(mask) + m) % len(SCORES)]
                 softcap = 2.5 if score == "softcap" else 0.0
                 for sq, sk in ((150, 201), (129, 64)):
@@ -221,7 +228,7 @@ def test_tiles_of_other_cards(cp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
                 run_checked(q, k, v, what, softcap=softcap, **MASK_OPTIONS[mask], **lens)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", EVERY)
 def test_real_activations(cp: Any, dtype: str) -> None:
     data = np.load(FIXTURE)
     real, longest = [int(n) for n in data["lengths"]], int(data["lengths"].max())
@@ -243,7 +250,7 @@ def test_real_activations(cp: Any, dtype: str) -> None:
 # Laws
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", EVERY)
 def test_keys_may_come_in_any_order(cp: Any, dtype: str) -> None:
     q, k, v = inputs(2, 130, 333, 4, 2, 64, 64, dtype)
     order = cp.asarray(np.random.default_rng(0).permutation(333))
@@ -252,7 +259,7 @@ def test_keys_may_come_in_any_order(cp: Any, dtype: str) -> None:
     check(o, lse, q, k, v, "permuted keys")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", EVERY)
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_causal_prefix_is_the_whole_truth_of_its_rows(cp: Any, dim: int, dtype: str) -> None:
     q, k, v = inputs(2, 400, 400, 2, 1, dim, dim, dtype)
@@ -264,7 +271,7 @@ def test_causal_prefix_is_the_whole_truth_of_its_rows(cp: Any, dim: int, dtype: 
             assert_same(part_lse, lse[:, :, :n], f"{options}: lse of the first {n} rows")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", EVERY)
 @pytest.mark.parametrize("heads", [(16, 2), (12, 2), (12, 3), (8, 1)])
 def test_grouped_heads_are_repeated_heads(cp: Any, heads: tuple[int, int], dtype: str) -> None:
     h, hk = heads
@@ -305,7 +312,7 @@ def test_split_keys_merge_by_lse(cp: Any, seqlen: int, dtype: str) -> None:
     assert bool((empty_lse == -np.inf).all()), "lse of no keys"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", EVERY)
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_batch_mates_do_not_matter(cp: Any, dim: int, dtype: str) -> None:
     b = 5
@@ -334,7 +341,7 @@ def test_batch_mates_do_not_matter(cp: Any, dim: int, dtype: str) -> None:
             assert_same(among[1][i], together[1][i], f"lse of {i} among NaN, {options}")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", EVERY)
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_fifty_runs_give_the_same_bits(cp: Any, dim: int, dtype: str) -> None:
     q, k, v = inputs(2, 1023, 1025, 8, 2, dim, dim, dtype)
@@ -355,7 +362,7 @@ def test_fifty_runs_give_the_same_bits(cp: Any, dim: int, dtype: str) -> None:
 # Known failures of other libraries, by their number in the list of cases
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", EVERY)
 def test_case_01_more_queries_than_keys(cp: Any, dtype: str) -> None:
     for sq, sk in ((5, 2), (2, 5), (130, 200), (256, 3), (129, 128)):
         q = normal((1, sq, 2, 64), dtype, 1, 3.0)
@@ -406,7 +413,7 @@ def test_case_04_running_maximum_starts_low_enough(cp: Any, dim: int, dtype: str
 
 
 def test_case_05_products_beyond_float16(cp: Any) -> None:
-    for dtype in DTYPES:
+    for dtype in EVERY:
         q = oracle.to_device(np.full((1, 70, 2, 128), 256, numpy_dtype(dtype)))
         v = normal(q.shape, dtype, 1)
         _, lse = run_checked(q, oracle.copy(q), v, dtype)
@@ -414,7 +421,7 @@ def test_case_05_products_beyond_float16(cp: Any) -> None:
         np.testing.assert_allclose(host(lse), expected, rtol=1e-5, err_msg=dtype)
 
 
-INF_BITS = {"float16": 0x7C00, "bfloat16": 0x7F80}
+INF_BITS = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F800000, "float64": 0x7FF << 52}
 SHIELDS: dict[str, dict[str, Any]] = {
     "causal": opts(causal=True),
     "causal top left": opts(causal="top_left"),
@@ -440,16 +447,18 @@ def sees(options: dict[str, Any], sq: int, sk: int) -> Any:
     return seen
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", EVERY)
 @pytest.mark.parametrize("dim", [32, 64, 96, 128, 192, 256])
 @pytest.mark.parametrize("where", ["k nan", "v nan", "q nan", "k inf", "v inf"])
 def test_case_06_bad_values_reach_who_sees_them(cp: Any, where: str, dim: int, dtype: str) -> None:
-    value = NAN if where.endswith("nan") else INF_BITS[dtype]
+    size = 8 * numpy_dtype(dtype).itemsize
+    value = (1 << size) - 1 if where.endswith("nan") else INF_BITS[dtype]
     for (name, options), (sq, sk, at) in itertools.product(
         SHIELDS.items(), ((8, 8, 5), (150, 170, 77))
     ):
         q, k, v = inputs(1, sq, sk, 2, 1, dim, dim, dtype)
-        bits(q)[...] &= 0x7FFF if where == "k inf" else 0xFFFF  # logits of +inf, not -inf
+        if where == "k inf":
+            bits(q)[...] &= bits(q).dtype.type((1 << (size - 1)) - 1)  # logits of +inf, not -inf
         clean, clean_lse = run(q, k, v, **options)
         if where[0] == "q":
             bits(q)[:, at] = value
@@ -466,7 +475,7 @@ def test_case_06_bad_values_reach_who_sees_them(cp: Any, where: str, dim: int, d
         seen = sees(options, sq, sk)
         hit = np.arange(sq) == at if where[0] == "q" else seen[:, at]
         got, expected = host(o).astype(np.float32)[0], host(clean).astype(np.float32)[0]
-        same = host(o).view(np.uint16)[0] == host(clean).view(np.uint16)[0]
+        same = bits(host(o))[0] == bits(host(clean))[0]
         if where[0] == "v":
             bad = np.isinf if where == "v inf" else np.isnan
             assert bad(got[hit, :, 3]).all(), f"{what}: a row that sees it lacks it"
@@ -480,7 +489,7 @@ def test_case_06_bad_values_reach_who_sees_them(cp: Any, where: str, dim: int, d
             assert np.isnan(got[lit]).all(), f"{what}: a row that sees it is not NaN"
             assert np.isfinite(got[~lit]).all(), f"{what}: it leaked to other rows"
             shielded = ~lit
-            kept = host(lse).view(np.uint32)[0] == host(clean_lse).view(np.uint32)[0]
+            kept = bits(host(lse))[0] == bits(host(clean_lse))[0]
             assert kept[:, ~lit].all(), f"{what}: lse of shielded rows changed"
         moved = np.abs(got - expected)[shielded].max(initial=0)
         changed = np.count_nonzero(~same[shielded])

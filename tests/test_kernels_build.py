@@ -52,23 +52,40 @@ def uneven(d: int, dv: int, mask: str, score: str, info: DeviceInfo) -> Iterator
         yield from plan.choose(problem, info).variants
 
 
-def builds() -> list[tuple[str, Variant]]:
-    """bfloat16: all masks and scores for one architecture, for the others all but `left`, causal's
-    mirror image. float16 differs in two instructions: one mask a head dim for two architectures.
-    Instances for deterministic calls leave dQ out: the same for two masks.
+def wanted(v: Variant, arch: str) -> bool:
+    """Whether to build this instance: enough of each arch, all policies on one of them.
 
-    Dv != D: pairs in which stretches, warps and staging differ; a few for every architecture.
+    bfloat16: all masks and scores of the forward, but for `left`, causal's mirror image. Of the
+    backward the full and the causal mask, one of them with softcap. float16 differs in two
+    instructions: one mask a head dim for two architectures. float32 and float64: one mask of each
+    head dim, three for one architecture, all policies for one head dim.
     """
+    plain, causal = v.score == "plain", v.mask == "causal"
+    if v.kernel.name == "fwd_wide_sm80":
+        if arch != "sm_90a":
+            return causal and plain
+        some = (("full", "plain"), ("causal", "plain"), ("local", "softcap"))
+        return v.head_dim == 64 or (v.mask, v.score) in some
+    if not v.kernel.policies:
+        return v.dtype == "bfloat16" or arch == "sm_90a"
+    if v.dtype == "float16":
+        return causal and plain and arch in ("sm_86", "sm_90a")
+    if arch == "sm_90a":
+        return True
+    if v.kernel.direction == "forward":
+        return v.mask != "left"
+    if arch == "sm_89":  # the tiles of sm_86
+        return causal and plain and not v.deterministic
+    softcap = v.mask == "causal" and v.score == "softcap"
+    return (plain and v.mask in ("full", "causal")) or (softcap and not v.deterministic)
+
+
+def builds() -> list[tuple[str, Variant]]:
+    """What `wanted` says, and pairs of Dv != D in which stretches, warps and staging differ."""
     chosen = []
     for arch in ARCHS:
         info = info_for_arch(arch)
-        for v in plan.variants(info):
-            half = v.mask == "causal" and v.score == "plain" and arch in ("sm_86", "sm_90a")
-            wanted = half if v.dtype == "float16" else arch == "sm_90a" or v.mask != "left"
-            if v.deterministic and arch != "sm_90a":
-                wanted = wanted and v.mask in ("full", "causal")
-            if wanted or not v.kernel.policies:
-                chosen.append((arch, v))
+        chosen += [(arch, v) for v in plan.variants(info) if wanted(v, arch)]
         pairs = [(192, 128), (64, 256), (256, 32), (96, 32)]
         if arch == "sm_90a":
             pairs += [(32, 192), (96, 256), (128, 64), (32, 128)]
@@ -123,7 +140,7 @@ def test_the_builds_cover_the_table() -> None:
         info = info_for_arch(arch)
         mine = {v for a, v in BUILDS if a == arch}
         assert {(v.kernel.name, v.head_dim, v.tile) for v in plan.variants(info)} <= {
-            (v.kernel.name, v.head_dim, v.tile) for v in mine if v.dtype == "bfloat16"
+            (v.kernel.name, v.head_dim, v.tile) for v in mine if v.dtype != "float16"
         }
     policies = {(v.kernel.name, v.mask, v.score) for _, v in BUILDS}
     assert policies == {

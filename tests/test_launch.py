@@ -52,7 +52,7 @@ GRADS = {
     "dv": view(176, 2, 120, 2, 32),
 }
 LSE = replace(view(112, 2, 6, 100), dtype="float32")
-LENS = {"seqlens_q": view(80, 2), "seqlens_k": replace(view(96, 2), strides=(3,))}
+LENS: Any = {"seqlens_q": view(80, 2), "seqlens_k": replace(view(96, 2), strides=(3,))}
 WORK = {"lse_log2": 256, "delta": 512, "dq_sum": 1024}
 
 
@@ -61,7 +61,7 @@ def params(problem: Problem, **rows: Any) -> dict[str, Any]:
     return layouts.forward_values(problem, {**VIEWS, **rows}, L2)
 
 
-def backward(problem: Problem, work: dict[str, int] = WORK, **rows: Any) -> dict[str, Any]:
+def backward(problem: Problem, work: Any = WORK, **rows: Any) -> dict[str, Any]:
     rows = {"lse": LSE, "dlse": None, "seqlens_q": None, "seqlens_k": None} | rows
     views = {**VIEWS, **GRADS, **rows}
     return layouts.backward_values(replace(problem, direction="backward"), views, work, L2)

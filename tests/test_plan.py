@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cufa2 import device, kernels, plan
+from cufa2 import device, kernels, params, plan
 from cufa2.device import DeviceInfo, info_for_arch
-from cufa2.kernels import KERNELS, MAX_SEQLEN, SMEM_RESERVE, Kernel
-from cufa2.problem import Problem, UnsupportedError
+from cufa2.kernels import KERNELS, MAX_SEQLEN, SMEM_RESERVE, STAGES, Kernel
+from cufa2.problem import DTYPES, ITEMSIZES, Problem, UnsupportedError
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 INFOS = {arch: info_for_arch(arch) for arch in ARCHS}
-GPU_DTYPES = ("float16", "bfloat16")
+GPU_DTYPES = ("float16", "bfloat16")  # in both directions
 TURING = DeviceInfo("a Turing card", (7, 5), 64 << 10, 40, 4 << 20)
 
 
@@ -39,9 +40,18 @@ def problem(**changes: Any) -> Problem:
 
 
 bounds = st.none() | st.integers(0, 1000)
+kinds = [*itertools.product(("forward", "backward"), GPU_DTYPES)]
+kinds += [("forward", dtype) for dtype in DTYPES if dtype not in GPU_DTYPES]
+
+
+def problem_of(kind: tuple[str, str], **changes: Any) -> Problem:
+    """A problem of this direction and dtype."""
+    return problem(direction=kind[0], dtype=kind[1], **changes)
+
+
 problems = st.builds(
-    problem,
-    dtype=st.sampled_from(GPU_DTYPES),
+    problem_of,
+    kind=st.sampled_from(kinds),
     batch=st.integers(0, 5),
     seqlen_q=st.integers(0, MAX_SEQLEN),
     seqlen_k=st.integers(0, MAX_SEQLEN),
@@ -62,26 +72,36 @@ infos = st.sampled_from(list(INFOS.values()))
 
 @settings(deadline=None, max_examples=400)
 @given(problems, infos)
-def test_every_legal_16_bit_forward_problem_has_a_plan(p: Problem, info: DeviceInfo) -> None:
-    """And it is one that computes this problem and fits this card."""
+def test_every_legal_problem_has_a_plan(p: Problem, info: DeviceInfo) -> None:
+    """And its kernels compute this problem, stage by stage, and fit this card."""
     chosen = plan.choose(p, info)
-    variant, row = chosen.variant, chosen.kernel
-    assert variant.kernel is row
-    assert row in KERNELS
-    assert info.cc >= row.min_cc
-    assert p.dtype == variant.dtype
-    assert p.dtype in row.dtypes
-    assert (p.direction, p.softcap > 0) == (row.direction, variant.score == "softcap")
-    assert p.head_dim <= variant.head_dim <= row.max_head_dim
-    assert p.head_dim_v <= variant.head_dim_v <= row.max_head_dim
-    assert variant.tile in row.tiles
-    assert max(variant.head_dim, variant.head_dim_v) <= variant.tile.max_head_dim
-    assert variant.smem_bytes + SMEM_RESERVE <= info.smem_per_block
-    assert variant.tile.max_cc is None or info.cc <= variant.tile.max_cc
-    assert not any(applies(p) for _, applies in row.excludes)
-    # The mask policy reads exactly the bounds that the problem has.
-    left, right = variant.mask in ("left", "local"), variant.mask in ("causal", "local")
-    assert (left, right) == (p.window_left is not None, p.window_right is not None)
+    assert tuple(v.kernel.stage for v in chosen.variants) == STAGES[p.direction]
+    assert chosen.kernel is chosen.variant.kernel
+    assert chosen.kernel.stage == "main"
+    for variant in chosen.variants:
+        row = variant.kernel
+        assert row in KERNELS
+        assert row.direction == p.direction
+        assert info.cc >= row.min_cc
+        assert p.dtype == variant.dtype
+        assert p.dtype in row.dtypes
+        assert p.head_dim <= variant.head_dim <= row.max_head_dim
+        assert variant.tile in row.tiles
+        assert max(variant.head_dim, variant.head_dim_v) <= variant.tile.max_head_dim
+        assert variant.smem_bytes + SMEM_RESERVE <= info.smem_per_block
+        assert variant.tile.max_cc is None or info.cc <= variant.tile.max_cc
+        assert variant.tile.least_smem <= info.smem_per_block
+        assert not any(applies(p) for _, applies in row.excludes)
+        assert variant.deterministic == (row.atomics and p.deterministic)
+        if row.policies:
+            assert (variant.score == "softcap") == (p.softcap > 0)
+            assert p.head_dim_v <= variant.head_dim_v <= row.max_head_dim
+            # The mask policy reads exactly the bounds that the problem has.
+            left, right = variant.mask in ("left", "local"), variant.mask in ("causal", "local")
+            assert (left, right) == (p.window_left is not None, p.window_right is not None)
+    # The kernels of a backward pass that share the dq buffer agree on its row length.
+    shared = {v.head_dim for v in chosen.variants if v.kernel.name != "bwd_dq_sm80"}
+    assert len(shared) == 1
 
 
 @settings(deadline=None, max_examples=200)
@@ -137,7 +157,8 @@ def test_strides_and_pointers_are_no_part_of_a_problem() -> None:
     names = {f.name for f in dataclasses.fields(Problem)}
     assert not any("stride" in n or "pointer" in n for n in names)
     variant = {f.name for f in dataclasses.fields(kernels.Variant)}
-    parameters = {name.partition(".")[0] for name, _ in kernels.FWD_PARAMS}
+    layouts = [*params.FWD_PARAMS, *params.BWD_PARAMS]
+    parameters = {name.partition(".")[0] for name, _ in layouts}
     # The compiled head dims and the real ones share a name and nothing else.
     assert variant & parameters == {"head_dim", "head_dim_v"}
 
@@ -154,7 +175,10 @@ def test_variants_of_an_architecture(arch: str) -> None:
     seen = collections.Counter((v.kernel.name, v.head_dim, v.dtype) for v in made)
     each = len(kernels.MASKS) * len(kernels.SCORES)
     assert seen == {
-        (row.name, d, t): each for row in rows for d in row.head_dims for t in row.dtypes
+        (row.name, d, t): each * (1 + row.atomics) if row.policies else 1
+        for row in rows
+        for d in row.head_dims
+        for t in row.dtypes
     }
 
 
@@ -169,6 +193,9 @@ def test_variants_hold_every_plan_with_equal_dims(arch: str, dtype: str) -> None
                 dtype=dtype, head_dim=d, head_dim_v=d, window_left=left, window_right=right
             )
             assert plan.choose(p, INFOS[arch]).variant in made
+            for deterministic in (False, True):
+                q = dataclasses.replace(p, direction="backward", deterministic=deterministic)
+                assert set(plan.choose(q, INFOS[arch]).variants) <= made
 
 
 def test_variant_names() -> None:
@@ -191,6 +218,12 @@ def test_variant_names() -> None:
         "fwd_sm80_bf16_d192x32_left_softcap",
         "fwd_sm80_bf16_d256_local",
     ]
+    for deterministic, last in ((False, "bwd_convert_bf16_d64"), (True, "bwd_dq_sm80_bf16_d64")):
+        p = problem(direction="backward", deterministic=deterministic)
+        delta, main, dq = (v.name for v in plan.choose(p, info).variants)
+        assert delta == "bwd_delta_bf16_d64"
+        assert main == "bwd_sm80_bf16_d64" + "_deterministic" * deterministic
+        assert dq == last
 
 
 @pytest.mark.parametrize(
@@ -227,9 +260,13 @@ def reasons(message: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("changes", "info", "reason"),
     [
-        ({"dtype": "float32"}, "sm_90a", "takes float16 and bfloat16, not float32"),
-        ({"dtype": "float64"}, "sm_80", "takes float16 and bfloat16, not float64"),
-        ({"direction": "backward"}, "sm_90a", "computes the forward pass only"),
+        (
+            {"dtype": "float32", "head_dim": 300},
+            "sm_90a",
+            "takes float16 and bfloat16, not float32",
+        ),
+        ({"head_dim": 300}, "sm_80", "takes float32 and float64, not bfloat16"),
+        ({"direction": "backward", "dtype": "float32"}, "sm_90a", "takes float16 and bfloat16"),
         ({"head_dim": 257}, "sm_90a", "head dims go up to 256, not 257"),
         ({"head_dim_v": 512}, "sm_100a", "head dims go up to 256, not 512"),
         (
@@ -250,14 +287,16 @@ def test_refusals_list_every_row_and_its_reason(changes: Any, info: Any, reason:
     p = problem(**changes)
     message = refused(p, card)
     listed = reasons(message)
-    assert set(listed) == {row.name for row in KERNELS}
-    assert reason in listed.values()
+    stage = STAGES[p.direction][0]  # the first that finds no kernel
+    rows = [row for row in KERNELS if row.direction != p.direction or row.stage == stage]
+    assert set(listed) == {row.name for row in rows}
+    assert any(reason in told for told in listed.values())
     assert card.name in message.splitlines()[0]
     assert p.dtype in message.splitlines()[0]
     assert p.direction in message.splitlines()[0]
     assert f"D={p.head_dim}, Dv={p.head_dim_v}" in message.splitlines()[0]
     assert message.endswith("NumPy arrays are served for every legal problem.")
-    for row in KERNELS:
+    for row in rows:
         assert plan.refusal(row, p, card) == listed[row.name]
 
 
@@ -277,7 +316,7 @@ def test_a_kernel_may_be_forced() -> None:
 
 def test_refusals_are_not_cached_as_plans() -> None:
     """Asking again gives the same error."""
-    p = problem(direction="backward")
+    p = problem(direction="backward", dtype="float32")
     assert refused(p, INFOS["sm_90a"]) == refused(p, INFOS["sm_90a"])
 
 
@@ -289,15 +328,21 @@ def test_rows_are_sound(row: Kernel) -> None:
     """Dims and tiles ascend so that "the first that fits" is the best one that fits."""
     assert row.file == f"{row.name}.cuh"
     assert list(row.head_dims) == sorted(set(row.head_dims))
-    assert [t.max_head_dim for t in row.tiles] == sorted(t.max_head_dim for t in row.tiles)
-    assert row.tiles[-1].max_head_dim == row.max_head_dim
-    assert row.tiles[-1].max_cc is None, "the last resort is for every card"
+    for size in {ITEMSIZES[dtype] for dtype in row.dtypes}:
+        tiles = [t for t in row.tiles if t.itemsize == size]
+        assert [t.max_head_dim for t in tiles] == sorted(t.max_head_dim for t in tiles)
+        assert tiles[-1].max_head_dim == row.max_head_dim
+        assert tiles[-1].max_cc is None, "the last resort is for every card"
     assert set(row.dtypes) <= set(kernels.C_TYPES)
     for tile in row.tiles:
-        assert tile.block_q % (16 * tile.warps) == 0
-        assert tile.block_k % 16 == 0
+        assert tile.block_q % 16 == tile.block_k % 8 == 0
+        assert tile.itemsize in {ITEMSIZES[dtype] for dtype in row.dtypes}
+        if row.direction == "backward" and row.name != "bwd_dq_sm80":
+            assert params.WORK_ROWS % tile.block_q == 0, "work arrays hold whole tiles"
     for n in range(1, row.max_head_dim + 1):
-        assert row.compiled_dim(n) == min(d for d in row.head_dims if d >= n)
+        up = min(d for d in row.head_dims if d >= max(n, row.least(n)))
+        assert row.compiled_dims(n, n) == (up, up)
+    assert row.stage in STAGES[row.direction]
 
 
 def test_row_names_are_unique() -> None:

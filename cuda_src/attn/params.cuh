@@ -1,5 +1,5 @@
-// Run-time parameters, passed by value. params.py packs the same layouts (a test compares offsets)
-// so fields are ordered by size and every name here has its twin there.
+// Run-time parameters, passed by value. params.py packs the same layouts (a test compares the
+// offsets), so fields are ordered by size and every name here has its twin there.
 #pragma once
 #include "../prim/types.cuh"
 
@@ -20,7 +20,7 @@ struct FwdParams {
   double exact_tanh_scale, exact_scale_log2;  // tanh_scale and scale_log2 for float64 inputs
   int num_heads, group;     // H, H / Hk
   int seqlen_q, seqlen_k;
-  int head_dim, head_dim_v; // real D and Dv, multiples of 8
+  int head_dim, head_dim_v; // real D and Dv, whole 16-byte chunks
   int window_left, window_right;  // read only by masks that have them
   int seqlens_q_stride, seqlens_k_stride;  // elements
   int top_left;             // 1: query i sits at key i, 0: at key i + Sk - Sq
@@ -42,7 +42,7 @@ struct BwdParams {
   void* dv;                 // like v
   const void* lse;          // (B, H, Sq) as the forward wrote it
   const void* dlse;         // (B, H, Sq) or null
-  void* lse_log2;           // work, (B, H, rows) float32: lse / ln 2; +inf for rows that see no key
+  void* lse_log2;           // work, (B, H, rows) float32: lse / ln 2; +inf where no key is seen
   void* delta;              // work, (B, H, rows) float32: rowsum(dO * O) - dlse
   float* dq_sum;            // work, (B, H, rows, HEAD_DIM) float32 in fragment order, or null
   const int* seqlens_q;     // (B,) or null
@@ -55,7 +55,7 @@ struct BwdParams {
   int num_heads, num_heads_kv, group;  // H, Hk, H / Hk
   int seqlen_q, seqlen_k;
   int rows;                 // rows of the work arrays: seqlen_q rounded up to kWorkRows
-  int head_dim, head_dim_v; // real D and Dv, multiples of 8
+  int head_dim, head_dim_v; // real D and Dv, whole 16-byte chunks
   int window_left, window_right;  // read only by masks that have them
   int seqlens_q_stride, seqlens_k_stride;  // elements
   int top_left;             // 1: query i sits at key i, 0: at key i + Sk - Sq

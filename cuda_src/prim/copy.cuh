@@ -56,7 +56,8 @@ struct Pair { float lo, hi; };
 
 CUFA2_DEVICE Pair load_shared_8(u32 shared) {
   Pair x;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.lo), "=f"(x.hi) : "r"(shared) : "memory");
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+               : "=f"(x.lo), "=f"(x.hi) : "r"(shared) : "memory");
   return x;
 }
 
