@@ -106,7 +106,6 @@ CUFA2_DEVICE void walk(const BwdParams& p, const Frame& frame, const Score& scor
   }
   u32 stage = 0;
   for (int block = frame.last; block >= frame.first; --block) {
-    const bool masked = block < frame.full_first || block >= frame.full_beyond;
     cp_async_wait<0>();
     block_sync();  // this block's K and V are visible; the other buffer is free
     if (block > frame.first) load_kv(block - 1, stage ^ Tile::kStage);
@@ -127,6 +126,7 @@ CUFA2_DEVICE void walk(const BwdParams& p, const Frame& frame, const Score& scor
     multiply<T, Tile::DV / 16>(
         ds, [&](u32 (&a)[4], int m, int kk) { grad_o.load(a, m, kk); },
         [&](u32 (&b)[4], int n, int kk) { v.load(b, n, kk); });
+    const bool masked = block < frame.full_first || block >= frame.full_beyond;
     u32 weights[BLOCK_K / 16][M_TILES][4];
 #pragma unroll
     for (int r = 0; r < Scores::kRows; ++r) {

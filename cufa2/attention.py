@@ -250,8 +250,8 @@ class FlashAttention2:
             reference.forward(problem, q, k, v, out, *(host.get(n) for n in ("lse_out", *lens)))
             return
         (kernel,) = self._kernels(problem, at.index)
-        call = {**call, "o": o, "lse": lse}
-        views = self._launch_views(call, ("q", "k", "v", "o"), ("lse", *lens))
+        named = {**call, "o": o, "lse": lse}
+        views = self._launch_views(named, ("q", "k", "v", "o"), ("lse", *lens))
         launch.forward(kernel, problem, views, at, self._work(at))
         self._hold(call, at)
 

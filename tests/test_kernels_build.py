@@ -55,10 +55,10 @@ def uneven(d: int, dv: int, mask: str, score: str, info: DeviceInfo) -> Iterator
 def wanted(v: Variant, arch: str) -> bool:
     """Whether to build this instance: enough of each arch, all policies on one of them.
 
-    bfloat16: all masks and scores of the forward, but for `left`, causal's mirror image. Of the
-    backward the full and the causal mask, one of them with softcap. float16 differs in two
-    instructions: one mask a head dim for two architectures. float32 and float64: one mask of each
-    head dim, three for one architecture, all policies for one head dim.
+    sm_90a: every instance in bfloat16. Elsewhere of the forward all but `left`, causal's mirror
+    image; of the backward the full and the causal mask, one with softcap, one deterministic.
+    float16 differs in two instructions: one mask a head dim for two architectures. float32 and
+    float64: one mask a head dim, three on sm_90a, all policies for one head dim.
     """
     plain, causal = v.score == "plain", v.mask == "causal"
     if v.kernel.name == "fwd_wide_sm80":
@@ -72,12 +72,13 @@ def wanted(v: Variant, arch: str) -> bool:
         return causal and plain and arch in ("sm_86", "sm_90a")
     if arch == "sm_90a":
         return True
+    if arch == "sm_89":  # the tiles of sm_86
+        return plain and causal and not v.deterministic
     if v.kernel.direction == "forward":
         return v.mask != "left"
-    if arch == "sm_89":  # the tiles of sm_86
-        return causal and plain and not v.deterministic
-    softcap = v.mask == "causal" and v.score == "softcap"
-    return (plain and v.mask in ("full", "causal")) or (softcap and not v.deterministic)
+    if v.kernel.stage == "dq" or v.deterministic:
+        return causal and plain
+    return (plain and v.mask in ("full", "causal")) or (causal and not plain)
 
 
 def builds() -> list[tuple[str, Variant]]:
@@ -86,9 +87,9 @@ def builds() -> list[tuple[str, Variant]]:
     for arch in ARCHS:
         info = info_for_arch(arch)
         chosen += [(arch, v) for v in plan.variants(info) if wanted(v, arch)]
-        pairs = [(192, 128), (64, 256), (256, 32), (96, 32)]
+        pairs = [(192, 128), (64, 256)]
         if arch == "sm_90a":
-            pairs += [(32, 192), (96, 256), (128, 64), (32, 128)]
+            pairs += [(256, 32), (96, 32), (32, 192), (96, 256), (128, 64), (32, 128)]
         for d, dv in pairs:
             chosen += [(arch, v) for v in uneven(d, dv, "causal", "plain", info)]
     return list(dict.fromkeys(chosen))
