@@ -22,7 +22,7 @@ import numpy as np
 
 from . import __version__, compiler, device, flash_attention, plan
 from .files import UserError, cast, check_output, read_lengths, read_qkv, write
-from .kernels import KERNELS, MASKS, SCORES
+from .kernels import KERNELS, MASKS, SCORES, STAGES, Variant
 from .problem import DTYPES, LAYOUTS
 
 GPU_DTYPES = tuple(t for t in DTYPES if any(t in k.dtypes for k in KERNELS))
@@ -147,17 +147,20 @@ def _to_device(x: np.ndarray) -> Any:
 
 def compile_(args: argparse.Namespace) -> None:
     """Build cubins for the given architectures into a folder, two at a time."""
-    chosen = {
-        "head_dim": args.head_dim,
-        "dtype": args.dtype,
-        "mask": args.mask,
-        "score": args.score,
-    }
+
+    def chosen(v: Variant) -> bool:
+        wanted: list[tuple[Any, Any]] = [(args.direction, v.kernel.direction)]
+        wanted.append((args.head_dim, v.head_dim))
+        wanted.append((args.dtype, v.dtype))
+        if v.kernel.policies:  # the others belong to every mask and score
+            wanted += [(args.mask, v.mask), (args.score, v.score)]
+        return all(not values or value in values for values, value in wanted)
+
     jobs = [
         (variant, arch)
         for arch in dict.fromkeys(args.arch)
         for variant in plan.variants(device.info_for_arch(arch))
-        if all(not values or getattr(variant, key) in values for key, values in chosen.items())
+        if chosen(variant)
     ]
     if not jobs:
         raise UserError("no kernel matches these choices; `cufa2 info` lists the kernels")
@@ -191,7 +194,7 @@ def bench(args: argparse.Namespace) -> None:
     from .testing import assert_accurate, make_inputs, plain_attention, reference64, time_gpu
 
     kind = args.device or ("cuda" if device.cuda_available() else "cpu")
-    dtype = args.dtype or (GPU_DTYPES[-1] if kind == "cuda" else "float32")
+    dtype = args.dtype or ("bfloat16" if kind == "cuda" else "float32")
     put = _to_device if kind == "cuda" else lambda x: x
 
     def run_cpu(call: Callable[[], Any]) -> float:
@@ -268,6 +271,7 @@ def _parser() -> argparse.ArgumentParser:
     dims = sorted({d for k in KERNELS for d in k.head_dims})
     add("--head-dim", action="append", type=int, choices=dims, help="only this; may be repeated")
     add("--dtype", action="append", choices=GPU_DTYPES, help="only this; may be repeated")
+    add("--direction", action="append", choices=tuple(STAGES), help="only this pass")
     add("--mask", action="append", choices=tuple(MASKS), help="only this; may be repeated")
     add("--score", action="append", choices=tuple(SCORES), help="only this; may be repeated")
     add("-o", "--output", type=Path, required=True, metavar="DIR", help="folder to fill")

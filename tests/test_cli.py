@@ -321,6 +321,7 @@ def test_wrong_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str
 # compile and bench
 
 ONE = ["--head-dim", "32", "--dtype", "float16", "--mask", "causal", "--score", "plain"]
+ONE += ["--direction", "forward"]
 
 
 def test_compile(
@@ -349,6 +350,24 @@ def test_compile(
         CUFA2_CACHE_DIR=str(folder),
     )
     assert found.stdout == "True\n", found.stderr
+
+
+def test_compile_one_pass_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the masks: a backward pass needs its kernels without one as well."""
+    built = []
+
+    def build(variant: Any, arch: str, *, folder: Path) -> cache.Cubin:
+        built.append(variant.name)
+        path = folder / variant.name
+        return cache.Cubin(path, variant.name, arch, "12.9", 1, 0, 0, 0.1, "", False)
+
+    monkeypatch.setattr(compiler, "build", build)
+    choices = [*ONE[:-1], "backward"]
+    assert main(["compile", "--arch", "sm_90a", *choices, "-o", str(tmp_path)]) == 0
+    names = ("bwd_delta", "bwd_sm80", "bwd_convert", "bwd_dq_sm80")
+    ends = ("", "_causal", "", "_causal")
+    wanted = [f"{name}_fp16_d32{end}" for name, end in zip(names, ends, strict=True)]
+    assert sorted(built) == sorted([*wanted, "bwd_sm80_fp16_d32_causal_deterministic"])
 
 
 def test_compile_covers_all_variants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,9 +165,12 @@ def test_source_names_the_variant() -> None:
     for variant in plan.variants(info_for_arch("sm_90a")):
         source = compiler.source_of(variant)
         assert source.count('extern "C"') == 1
-        assert f"\n{variant.name}(const __grid_constant__ FwdParams params)" in source
+        struct = variant.kernel.params
+        assert f"\n{variant.name}(const __grid_constant__ {struct} params)" in source
         assert f"#define HEAD_DIM {variant.head_dim}\n" in source
-        assert f"#define BLOCK_Q {variant.tile.block_q}\n" in source
+        arguments = [str(a).lower() for a in variant.tile.arguments]
+        arguments += [str(not variant.deterministic).lower()] * variant.kernel.atomics
+        assert "#define TILE_ARGUMENTS " + "".join(f", {a}" for a in arguments) + "\n" in source
 
 
 def test_keys_tell_variants_apart() -> None:
