@@ -33,8 +33,8 @@ MAX_SEQLEN = 2**29
 class Kernel:
     """One kernel file: what it computes, where it runs, what it excludes, how it is tiled.
 
-    head_dims are the compiled sizes; others round up, and beside a large one at least to
-    `least(largest)`. The first tile that holds the head dims and fits the card's shared memory is
+    head_dims are the compiled sizes; others round up, to a multiple of `grain(the larger one)`.
+    The first tile that holds the head dims and fits the card's shared memory is
     taken. `blocks(tile, problem)` is the size of its grid.
     """
 
@@ -52,7 +52,7 @@ class Kernel:
     excludes: tuple[tuple[str, Callable[[Problem], bool]], ...] = ()
     policies: bool = True  # takes a mask and a score
     atomics: bool = False  # has an instance without them for deterministic calls
-    least: Callable[[int], int] = lambda largest: 1
+    grain: Callable[[int], int] = lambda largest: 1
 
     @property
     def max_head_dim(self) -> int:
@@ -61,11 +61,9 @@ class Kernel:
 
     def compiled_dims(self, head_dim: int, head_dim_v: int) -> tuple[int, int]:
         """The compiled sizes that serve these head dims."""
-        least = self.least(max(head_dim, head_dim_v))
-        d, dv = (
-            next(size for size in self.head_dims if size >= max(n, least))
-            for n in (head_dim, head_dim_v)
-        )
+        grain = self.grain(max(head_dim, head_dim_v))
+        sizes = [size for size in self.head_dims if size % grain == 0]
+        d, dv = (next(size for size in sizes if size >= n) for n in (head_dim, head_dim_v))
         return d, dv
 
 
@@ -115,7 +113,7 @@ def _key_tiles(tile: Tile, p: Problem) -> int:
     return p.batch * p.num_heads_kv * -(-p.seqlen_k // tile.block_k)
 
 
-def _beside(largest: int) -> int:
+def _columns(largest: int) -> int:
     """Up to four warps of the backward share the columns of a gradient, 16 each at least."""
     return 64 if largest > 128 else 32
 
@@ -188,7 +186,7 @@ KERNELS: tuple[Kernel, ...] = (
         head_dims=_HEAD_DIMS,
         tiles=(Tile(256, 64, 0, 8, 1),),
         policies=False,
-        least=_beside,
+        grain=_columns,
     ),
     Kernel(
         name="bwd_sm80",
@@ -216,7 +214,7 @@ KERNELS: tuple[Kernel, ...] = (
         ),
         excludes=(_TOO_LONG,),
         atomics=True,
-        least=_beside,
+        grain=_columns,
     ),
     Kernel(
         name="bwd_convert",
@@ -232,7 +230,7 @@ KERNELS: tuple[Kernel, ...] = (
         tiles=(Tile(256, 64, 0, 8, 1),),
         excludes=(("deterministic calls", lambda p: p.deterministic),),
         policies=False,
-        least=_beside,
+        grain=_columns,
     ),
     Kernel(
         name="bwd_dq_sm80",
@@ -246,7 +244,7 @@ KERNELS: tuple[Kernel, ...] = (
         dtypes=_HALVES,
         head_dims=_HEAD_DIMS,
         tiles=(
-            DqTile(128, 128, 32, 4, 2),
+            DqTile(128, 128, 32, 4, 2, max_cc=(9, 0)),
             DqTile(256, 128, 32, 8, 1),
             DqTile(256, 64, 32, 4, 1),
             DqTile(256, 64, 16, 4, 1),

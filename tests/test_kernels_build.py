@@ -55,10 +55,11 @@ def uneven(d: int, dv: int, mask: str, score: str, info: DeviceInfo) -> Iterator
 def wanted(v: Variant, arch: str) -> bool:
     """Whether to build this instance: enough of each arch, all policies on one of them.
 
-    sm_90a: every instance in bfloat16. Elsewhere of the forward all but `left`, causal's mirror
-    image; of the backward the full and the causal mask, one with softcap, one deterministic.
-    float16 differs in two instructions: one mask a head dim for two architectures. float32 and
-    float64: one mask a head dim, three on sm_90a, all policies for one head dim.
+    sm_90a: every instance in bfloat16, of the backward's `left`, causal's mirror image, one head
+    dim. Elsewhere of the forward all but `left`; of the backward the full and the causal mask,
+    one with softcap, one deterministic. float16 differs in two instructions: one mask a head dim
+    for two architectures. float32 and float64: one mask a head dim, three on sm_90a, all policies
+    for one head dim.
     """
     plain, causal = v.score == "plain", v.mask == "causal"
     if v.kernel.name == "fwd_wide_sm80":
@@ -71,9 +72,9 @@ def wanted(v: Variant, arch: str) -> bool:
     if v.dtype == "float16":
         return causal and plain and arch in ("sm_86", "sm_90a")
     if arch == "sm_90a":
-        return True
+        return v.kernel.direction == "forward" or v.mask != "left" or v.head_dim == 64
     if arch == "sm_89":  # the tiles of sm_86
-        return plain and causal and not v.deterministic
+        return causal and not v.deterministic and (plain or v.kernel.direction == "forward")
     if v.kernel.direction == "forward":
         return v.mask != "left"
     if v.kernel.stage == "dq" or v.deterministic:

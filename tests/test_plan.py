@@ -99,6 +99,8 @@ def test_every_legal_problem_has_a_plan(p: Problem, info: DeviceInfo) -> None:
             # The mask policy reads exactly the bounds that the problem has.
             left, right = variant.mask in ("left", "local"), variant.mask in ("causal", "local")
             assert (left, right) == (p.window_left is not None, p.window_right is not None)
+        grain = row.grain(max(p.head_dim, p.head_dim_v))
+        assert variant.head_dim % grain == variant.head_dim_v % grain == 0
     # The kernels of a backward pass that share the dq buffer agree on its row length.
     shared = {v.head_dim for v in chosen.variants if v.kernel.name != "bwd_dq_sm80"}
     assert len(shared) == 1
@@ -340,7 +342,7 @@ def test_rows_are_sound(row: Kernel) -> None:
         if row.direction == "backward" and row.name != "bwd_dq_sm80":
             assert params.WORK_ROWS % tile.block_q == 0, "work arrays hold whole tiles"
     for n in range(1, row.max_head_dim + 1):
-        up = min(d for d in row.head_dims if d >= max(n, row.least(n)))
+        up = min(d for d in row.head_dims if d >= n and d % row.grain(n) == 0)
         assert row.compiled_dims(n, n) == (up, up)
     assert row.stage in STAGES[row.direction]
 
