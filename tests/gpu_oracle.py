@@ -57,6 +57,7 @@ UNEQUAL_BACKWARD = (
     (192, 128, "bfloat16", True),
     (64, 256, "float16", True),
     (128, 96, "bfloat16", False),
+    (96, 256, "bfloat16", False),
 )
 # One for each mask policy.
 MASK_OPTIONS: dict[str, dict[str, Any]] = {
