@@ -52,34 +52,35 @@ def uneven(d: int, dv: int, mask: str, score: str, info: DeviceInfo) -> Iterator
         yield from plan.choose(problem, info).variants
 
 
-def wanted(v: Variant, arch: str) -> bool:
-    """Whether to build this instance: enough of each arch, all policies on one of them.
+# Every instance of every architecture is some 2500 builds, 20 minutes on two cores.
+ALL_BUILDS = bool(os.environ.get("CUFA2_TEST_ALL_BUILDS"))
 
-    sm_90a: every instance in bfloat16, of the backward's `left`, causal's mirror image, one head
-    dim. Elsewhere of the forward all but `left`; of the backward the full and the causal mask,
-    one with softcap, one deterministic. float16 differs in two instructions: one mask a head dim
-    for two architectures. float32 and float64: one mask a head dim, three on sm_90a, all policies
-    for one head dim.
+
+def wanted(v: Variant, arch: str) -> bool:
+    """Whether to build this instance: every row, tile and head dim of each architecture, and all
+    policies on sm_90a.
+
+    There bfloat16 has every instance but: `left`, causal's mirror image, of one head dim in the
+    backward; softcap of deterministic instances and of their dq with one mask. sm_80 and sm_86,
+    cards with less shared memory, have three policies, the others causal alone. float16 differs in
+    two instructions: one mask a head dim on two architectures. CUFA2_TEST_ALL_BUILDS builds all.
     """
     plain, causal = v.score == "plain", v.mask == "causal"
-    if v.kernel.name == "fwd_wide_sm80":
-        if arch != "sm_90a":
-            return causal and plain
-        some = (("full", "plain"), ("causal", "plain"), ("local", "softcap"))
-        return v.head_dim == 64 or (v.mask, v.score) in some
-    if not v.kernel.policies:
-        return v.dtype == "bfloat16" or arch == "sm_90a"
+    if ALL_BUILDS or not v.kernel.policies:
+        return ALL_BUILDS or v.dtype == "bfloat16" or arch == "sm_90a"
     if v.dtype == "float16":
-        return causal and plain and arch in ("sm_86", "sm_90a")
+        return causal and plain and not v.deterministic and arch in ("sm_86", "sm_90a")
+    three = (v.mask, v.score) in (("full", "plain"), ("causal", "plain"), ("local", "softcap"))
     if arch == "sm_90a":
-        return v.kernel.direction == "forward" or v.mask != "left" or v.head_dim == 64
-    if arch == "sm_89":  # the tiles of sm_86
-        return causal and not v.deterministic and (plain or v.kernel.direction == "forward")
-    if v.kernel.direction == "forward":
-        return v.mask != "left"
-    if v.kernel.stage == "dq" or v.deterministic:
-        return causal and plain
-    return (plain and v.mask in ("full", "causal")) or (causal and not plain)
+        if v.head_dim == 64 or v.kernel.name == "fwd_sm80":
+            return True
+        if v.kernel.name == "bwd_sm80" and not v.deterministic:
+            return v.mask != "left"
+        return three
+    if arch in ("sm_80", "sm_86") and v.dtype == "bfloat16":
+        return three and (causal or not v.deterministic)
+    # Some tiles of these head dims are for one score only.
+    return causal and not v.deterministic and (plain or v.head_dim in (96, 128))
 
 
 def builds() -> list[tuple[str, Variant]]:
@@ -88,7 +89,7 @@ def builds() -> list[tuple[str, Variant]]:
     for arch in ARCHS:
         info = info_for_arch(arch)
         chosen += [(arch, v) for v in plan.variants(info) if wanted(v, arch)]
-        pairs = [(192, 128), (64, 256)]
+        pairs = [(192, 128), (64, 256)] if arch in ("sm_80", "sm_86", "sm_90a") else []
         if arch == "sm_90a":
             pairs += [(256, 32), (96, 32), (32, 192), (96, 256), (128, 64), (32, 128)]
         for d, dv in pairs:
