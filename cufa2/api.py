@@ -76,8 +76,8 @@ def flash_attention(
         CompileError: NVRTC is missing, does not fit the driver, or failed.
 
     On a GPU a tensor is copied, once, only if its last axis is not contiguous, its rows are not
-    16-byte aligned or its head dim is not a multiple of 8. Memory: inputs, outputs and such work
-    copies; nothing of size Sq x Sk. A sequence has at most 2^29 rows there.
+    16-byte aligned or its head dim is not a whole number of 16-byte pieces. Memory: inputs,
+    outputs and such work copies; nothing of size Sq x Sk. A sequence has at most 2^29 rows there.
 
     Source: Dao, "FlashAttention-2" (2023), arXiv 2307.08691.
     """

@@ -34,9 +34,8 @@ class FlashAttention2:
     head_dim, dtype: D and the dtype that arrays must have (a name, or any library's dtype).
     head_dim_v: Dv, default D.
     causal, window, softmax_scale, softcap, layout, deterministic: as in `flash_attention`.
-    device: "cuda", "cuda:N" or N compiles and loads the kernel now (first time about a second,
-        later from the disk cache); "cpu" refuses GPU arrays; None decides at the first call by
-        where its arrays lie.
+    device: "cuda", "cuda:N" or N loads the forward kernel now (compiled the first time, for about
+        a second); "cpu" refuses GPU arrays; None decides at the first call by where they lie.
 
     The launcher owns grids and work buffers: buffers are kept per stream and grown when needed.
     They hold tensors that a kernel cannot use in place and what `backward` adds up. The
@@ -284,11 +283,12 @@ class FlashAttention2:
 
     def _hold(self, call: dict[str, Any], at: Place) -> None:
         """Keep the arrays that no allocator ties to the stream until it has used them."""
-        hold([v.owner for v in call.values() if v and v.library in at.apart], at.stream)
+        apart = [v.owner for v in call.values() if v is not None and v.library in at.apart]
+        hold(apart, at.stream)
 
     def _kernels(self, problem: Problem, index: int) -> list[Loaded]:
-        variants = plan.choose(problem, device.info(index)).variants
-        loaded = [launch.load(v, index) for v in variants]
+        chosen = plan.choose(problem, device.info(index))
+        loaded = [launch.load(v, index) for v in chosen.variants]
         for kernel in loaded:
             self._records[kernel.record.name, index] = kernel.record
         return loaded

@@ -34,8 +34,8 @@ class Kernel:
     """One kernel file: what it computes, where it runs, what it excludes, how it is tiled.
 
     head_dims are the compiled sizes; others round up, to a multiple of `grain(the larger one)`.
-    The first tile that holds the head dims and fits the card's shared memory is
-    taken. `blocks(tile, problem)` is the size of its grid.
+    The first tile that holds the head dims and fits the card's shared memory is taken.
+    `blocks(tile, problem)` is the size of its grid.
     """
 
     name: str
