@@ -10,8 +10,7 @@
 // NaN never leaks from a masked pair: dS is selected there, and should one still come up through
 // 0 * NaN, the tile is done again by multiply_kept.
 #pragma once
-#include "attn/features.cuh"
-#include "attn/schedule.cuh"
+#include "attn/query_walk.cuh"
 #include "tile/store.cuh"
 
 template <class T_, int D_, int DV_, int BLOCK_Q_, int BLOCK_K_, int WARPS_> struct DqTile {
@@ -32,30 +31,9 @@ template <class T_, int D_, int DV_, int BLOCK_Q_, int BLOCK_K_, int WARPS_> str
   static CUFA2_DEVICE int warp_row(int thread) { return thread / 32 * 16 * M_TILES; }
 
   static constexpr int kGradO = Q::kBytes, kRows = kGradO + GradO::kBytes;
-  static constexpr int kK = kRows + 2 * 4 * BLOCK_Q;  // after lse_log2 and delta of the rows
+  static constexpr int kK = kRows + 2 * 4 * BLOCK_Q;  // after row_lse and delta of the rows
   static constexpr int kStage = K::kBytes + V::kBytes;
   static constexpr int kBytes = kK + 2 * kStage;
-};
-
-// What a block knows about its tile. It lies in shared memory, as the forward's frame does.
-template <class Tile, class Mask> struct QueryFrame {
-  Work work;
-  Lengths len;
-  Mask mask;
-  int first, last;              // key blocks that some row of the tile sees; none: last < first
-  int full_first, full_beyond;  // those [full_first, full_beyond) need no mask
-
-  CUFA2_DEVICE QueryFrame(const BwdParams& p, const Work& w)
-      : work(w), len(p, w.batch), mask(p, len), first(0), last(-1) {
-    const int q_end = min(w.q_begin + Tile::BLOCK_Q, len.q);
-    const KvRange range = mask.kv_range(w.q_begin, q_end);
-    if (w.q_begin < q_end && range.begin < range.end) {
-      first = range.begin / Tile::BLOCK_K;
-      last = (range.end - 1) / Tile::BLOCK_K;
-    }
-    full_first = (range.full_begin + Tile::BLOCK_K - 1) / Tile::BLOCK_K;
-    full_beyond = range.full_end / Tile::BLOCK_K;
-  }
 };
 
 // Walks over the key blocks and leaves in dq the columns from `column` on. KEPT: masked blocks
@@ -100,7 +78,7 @@ CUFA2_DEVICE void walk(const BwdParams& p, const Frame& frame, const Score& scor
   for (int n = thread_index(); n < Tile::BLOCK_Q; n += Tile::kThreads) {
     const bool real = work.q_begin + n < frame.len.q;
     const i64 i = (work.batch * p.num_heads + work.head) * p.rows + work.q_begin + n;
-    const float lse = real ? static_cast<const float*>(p.lse_log2)[i] : inf();
+    const float lse = real ? static_cast<const float*>(p.row_lse)[i] : inf();
     const float delta = real ? static_cast<const float*>(p.delta)[i] : 0.0f;
     store_shared_8(memory + Tile::kRows + 8 * n, {lse, delta});
   }

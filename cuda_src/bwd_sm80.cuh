@@ -62,7 +62,7 @@ struct BwdTile {
   static CUFA2_DEVICE int row_side(int thread) { return thread / 32 % kRowWarps; }
   static CUFA2_DEVICE int column_side(int thread) { return thread / 32 / kRowWarps; }
 
-  static constexpr int kRowsBytes = 2 * 4 * BLOCK_Q;  // lse_log2 and delta of a query block
+  static constexpr int kRowsBytes = 2 * 4 * BLOCK_Q;  // row_lse and delta of a query block
   static constexpr int kQStage = Q::kBytes + kRowsBytes;
   static constexpr int kV = K::kBytes, kQ = kV + V::kBytes, kGradO = kQ + Q_STAGES * kQStage;
   static constexpr int kP = kGradO + DO_STAGES * GradO::kBytes;
@@ -259,9 +259,9 @@ CUFA2_DEVICE void walk(const BwdParams& p, Frame& frame, const Score& score, u32
                  at.head * p.q_stride.head + row * p.q_stride.row;
     TileLoader<typename Tile::Q, Tile::kThreads>::load(
         memory + Tile::kQ + stage, q, p.q_stride.row, frame.len.q - row, p.head_dim, thread);
-    if (thread < BLOCK_Q / 2) {  // 4 floats a thread: lse_log2, then delta
+    if (thread < BLOCK_Q / 2) {  // 4 floats a thread: row_lse, then delta
       const i64 work = (frame.work.batch * p.num_heads + at.head) * p.rows + row;
-      const auto* rows = static_cast<const float*>(4 * thread < BLOCK_Q ? p.lse_log2 : p.delta);
+      const auto* rows = static_cast<const float*>(4 * thread < BLOCK_Q ? p.row_lse : p.delta);
       cp_async_16(memory + Tile::kQ + stage + Tile::Q::kBytes + 16 * thread,
                   rows + work + 4 * thread % BLOCK_Q, true);
     }

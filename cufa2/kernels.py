@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .problem import Direction, Problem
-from .tiles import BwdTile, DqTile, FwdTile, Tile, WideTile
+from .tiles import BwdTile, DqTile, FwdTile, Tile, WideGradTile, WideTile
 
 Stage = Literal["main", "delta", "dq"]
 # The kernels of a pass, in the order in which they run.
@@ -91,6 +91,11 @@ class Variant:
         return "_".join(parts + ["deterministic"] * self.deterministic)
 
     @property
+    def adds_dq(self) -> bool:
+        """Whether dq is added up by atomics."""
+        return self.kernel.atomics and not self.deterministic
+
+    @property
     def smem_bytes(self) -> int:
         """Dynamic shared memory per block, in bytes."""
         return self.tile.smem_bytes(self.head_dim, self.head_dim_v)
@@ -100,6 +105,7 @@ class Variant:
 SMEM_RESERVE = 1024
 
 _HALVES = ("float16", "bfloat16")
+_WIDE = ("float32", "float64")
 _HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 _LONG = f"sequences longer than {MAX_SEQLEN}"
 _TOO_LONG = (_LONG, lambda p: max(p.seqlen_q, p.seqlen_k) > MAX_SEQLEN)
@@ -150,7 +156,7 @@ KERNELS: tuple[Kernel, ...] = (
         params="FwdParams",
         blocks=_query_tiles,
         min_cc=(8, 0),
-        dtypes=("float32", "float64"),
+        dtypes=_WIDE,
         head_dims=_HEAD_DIMS,
         tiles=(
             WideTile(64, 128, 32, 4, 3, staged=True, least_smem=200 << 10, itemsize=4),
@@ -182,9 +188,9 @@ KERNELS: tuple[Kernel, ...] = (
         params="BwdParams",
         blocks=_query_tiles,
         min_cc=(8, 0),
-        dtypes=_HALVES,
+        dtypes=(*_HALVES, *_WIDE),
         head_dims=_HEAD_DIMS,
-        tiles=(Tile(256, 64, 0, 8, 1),),
+        tiles=tuple(Tile(256, 64, 0, 8, 1, itemsize=n) for n in (2, 4, 8)),
         policies=False,
         grain=_columns,
     ),
@@ -253,5 +259,70 @@ KERNELS: tuple[Kernel, ...] = (
             _TOO_LONG,
             ("what bwd_sm80 has added up by atomics", lambda p: not p.deterministic),
         ),
+    ),
+    Kernel(
+        name="bwd_wide_sm80",
+        file="bwd_wide_sm80.cuh",
+        direction="backward",
+        stage="main",
+        tile_type="WideKeyTile",
+        params="BwdParams",
+        blocks=_key_tiles,
+        min_cc=(8, 0),
+        dtypes=_WIDE,
+        head_dims=_HEAD_DIMS,
+        tiles=(
+            WideGradTile(64, 32, 256, 8, 1, itemsize=4),
+            WideGradTile(64, 16, 128, 4, 1, itemsize=4),
+            WideGradTile(64, 16, 64, 4, 2, itemsize=8, least_smem=200 << 10),
+            WideGradTile(64, 8, 64, 4, 1, itemsize=8),
+            WideGradTile(128, 16, 128, 8, 1, split=2, itemsize=4),
+            WideGradTile(128, 32, 64, 4, 1, split=2, itemsize=4),
+            WideGradTile(128, 16, 64, 4, 1, split=2, stages=1, itemsize=4),
+            WideGradTile(128, 16, 64, 8, 1, split=2, itemsize=8),
+            WideGradTile(128, 16, 32, 4, 1, split=2, itemsize=8),
+            WideGradTile(128, 16, 16, 2, 1, split=2, stages=1, itemsize=8),
+            WideGradTile(256, 16, 64, 8, 1, split=2, itemsize=4),
+            WideGradTile(256, 16, 32, 4, 1, split=2, itemsize=4),
+            WideGradTile(256, 16, 16, 2, 1, split=2, stages=1, itemsize=4),
+            WideGradTile(256, 16, 32, 8, 1, split=4, itemsize=8),
+            WideGradTile(256, 16, 32, 8, 1, split=4, stages=1, itemsize=8),
+            WideGradTile(256, 16, 16, 4, 1, split=4, stages=1, itemsize=8),
+            WideGradTile(256, 8, 16, 4, 1, split=4, stages=0, itemsize=8),
+        ),
+        excludes=(_TOO_LONG,),
+        grain=_columns,
+    ),
+    Kernel(
+        name="bwd_dq_wide_sm80",
+        file="bwd_wide_sm80.cuh",
+        direction="backward",
+        stage="dq",
+        tile_type="WideQueryTile",
+        params="BwdParams",
+        blocks=_query_tiles,
+        min_cc=(8, 0),
+        dtypes=_WIDE,
+        head_dims=_HEAD_DIMS,
+        tiles=(
+            WideGradTile(64, 256, 32, 8, 1, keys=False, itemsize=4),
+            WideGradTile(64, 128, 16, 4, 1, keys=False, itemsize=4),
+            WideGradTile(64, 64, 16, 4, 2, keys=False, itemsize=8, least_smem=200 << 10),
+            WideGradTile(64, 64, 8, 4, 1, keys=False, itemsize=8),
+            WideGradTile(128, 128, 16, 8, 1, keys=False, split=2, itemsize=4),
+            WideGradTile(128, 64, 32, 4, 1, keys=False, split=2, itemsize=4),
+            WideGradTile(128, 64, 16, 4, 1, keys=False, split=2, stages=1, itemsize=4),
+            WideGradTile(128, 64, 16, 8, 1, keys=False, split=2, itemsize=8),
+            WideGradTile(128, 32, 16, 4, 1, keys=False, split=2, itemsize=8),
+            WideGradTile(128, 16, 16, 2, 1, keys=False, split=2, stages=1, itemsize=8),
+            WideGradTile(256, 64, 16, 8, 1, keys=False, split=2, itemsize=4),
+            WideGradTile(256, 32, 16, 4, 1, keys=False, split=2, itemsize=4),
+            WideGradTile(256, 16, 16, 2, 1, keys=False, split=2, stages=1, itemsize=4),
+            WideGradTile(256, 32, 16, 8, 1, keys=False, split=4, itemsize=8),
+            WideGradTile(256, 32, 16, 8, 1, keys=False, split=4, stages=1, itemsize=8),
+            WideGradTile(256, 16, 16, 4, 1, keys=False, split=4, stages=1, itemsize=8),
+            WideGradTile(256, 16, 8, 4, 1, keys=False, split=4, stages=0, itemsize=8),
+        ),
+        excludes=(_TOO_LONG,),
     ),
 )

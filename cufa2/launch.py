@@ -20,7 +20,7 @@ from . import arrays, compiler, device, params
 from .arrays import ArrayView
 from .kernels import Variant
 from .placement import Place
-from .problem import Problem
+from .problem import ITEMSIZES, Problem
 
 _log = logging.getLogger("cufa2")  # says what is being compiled, at level INFO
 
@@ -119,17 +119,18 @@ def backward(
     """Queue one backward pass, kernel after kernel; `at` is current.
 
     views: q, k, v, o, grad_o, dq, dk, dv (B, S, H, D), lse; dlse, seqlens_q, seqlens_k or None.
-    Work memory: two float32 numbers a query row and, unless a kernel for deterministic calls
-    makes dq by itself, a float32 dq.
+    Work memory: two numbers of lse's type a query row and, where dq is added up by atomics, a
+    float32 dq.
     """
     rows = problem.batch * problem.num_heads * params.work_rows(problem)
     main = next(k.variant for k in kernels if k.variant.kernel.stage == "main")
-    sums = 0 if main.deterministic else rows * main.head_dim
-    extra = [((rows,), 4), ((rows,), 4), ((sums,), 4)]
+    sums = rows * main.head_dim if main.adds_dq else 0
+    itemsize = max(ITEMSIZES[problem.dtype], 4)
+    extra = [((rows,), itemsize), ((rows,), itemsize), ((sums,), 4)]
     inputs, outputs = ("q", "k", "v", "o", "grad_o"), ("dq", "dk", "dv")
     with _in_place(problem, views, inputs, outputs, extra, scratch) as (placed, work):
         pointers = [w.data.ptr if w.size else 0 for w in work]
-        named = dict(zip(("lse_log2", "delta", "dq_sum"), pointers, strict=True))
+        named = dict(zip(("row_lse", "delta", "dq_sum"), pointers, strict=True))
         l2_bytes = device.info(at.index).l2_bytes
         values = params.backward_values(problem, placed, named, l2_bytes)
         for kernel in kernels:

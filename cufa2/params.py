@@ -56,7 +56,7 @@ FWD_PARAMS = _layout(
     ("f", ("tanh_scale", "scale_log2", "q_sign")),
 )
 BWD_PARAMS = _layout(
-    ("Q", (*_BWD_TENSORS, "lse", "dlse", "lse_log2", "delta", "dq_sum", *_LENGTHS)),
+    ("Q", (*_BWD_TENSORS, "lse", "dlse", "row_lse", "delta", "dq_sum", *_LENGTHS)),
     ("q", _strides((*_BWD_TENSORS, "lse", "dlse"))),
     ("q", ("heads_total", "heads_total_kv", "section", "section_kv")),
     ("d", ("exact_tanh_scale", "exact_scale_log2", "exact_scale")),
@@ -101,7 +101,7 @@ def backward_values(
     """Values of the BwdParams fields.
 
     views: q, k, v, o, grad_o, dq, dk, dv (B, S, H, D), lse; dlse, seqlens_q, seqlens_k or None.
-    work: addresses of the work arrays lse_log2, delta and dq_sum (0: none).
+    work: addresses of the work arrays row_lse, delta and dq_sum (0: none).
     """
     exponent = p.softcap if p.softcap else p.softmax_scale
     itemsize = _itemsize(views)

@@ -108,3 +108,33 @@ class WideTile(Tile):
         used = scores if self.split > 1 or self.staged else 0
         slots = self.slots * self.block_k * max(row, row_v) // self.parts
         return self.block_q * row + slots + used
+
+
+@dataclass(frozen=True)
+class WideGradTile(Tile):
+    """A tile of bwd_wide_sm80 (rows are keys) or bwd_dq_wide_sm80 (rows are queries).
+
+    `split` warps share their rows and halve the columns; what the walk passes has `stages` stages,
+    or takes turns in one place (0).
+    """
+
+    split: int = 1
+    stages: int = 2
+    keys: bool = True
+
+    @property
+    def arguments(self) -> tuple[int | bool, ...]:
+        return self.block_q, self.block_k, self.warps, self.split, self.stages, False
+
+    def smem_bytes(self, head_dim: int, head_dim_v: int) -> int:
+        """Rows, stages of columns, lse and delta beside the queries; dP, and S if it is shared."""
+        grain = 128 * self.split
+        d, dv = (-(-n * self.itemsize // grain) * grain for n in (head_dim, head_dim_v))
+        rows, columns = self.block_q, self.block_k
+        if self.keys:
+            rows, columns = columns, rows
+        stage = columns * (d + dv if self.stages else max(d, dv))
+        facts = 2 * self.itemsize * self.block_q
+        stages = max(self.stages, 1)
+        scores = rows * self.split * columns * self.itemsize * (2 if self.split > 1 else 1)
+        return rows * (d + dv) + stages * stage + facts * (stages if self.keys else 1) + scores

@@ -53,7 +53,7 @@ GRADS = {
 }
 LSE = replace(view(112, 2, 6, 100), dtype="float32")
 LENS: Any = {"seqlens_q": view(80, 2), "seqlens_k": replace(view(96, 2), strides=(3,))}
-WORK = {"lse_log2": 256, "delta": 512, "dq_sum": 1024}
+WORK = {"row_lse": 256, "delta": 512, "dq_sum": 1024}
 
 
 def params(problem: Problem, **rows: Any) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def test_every_backward_field_is_filled_and_packs() -> None:
     assert values.keys() == {name for name, _ in BWD_PARAMS}
     unpacked = unpack("BwdParams", values)
     assert (unpacked["q"], unpacked["grad_o"], unpacked["dv"]) == (16, 128, 176)
-    assert (unpacked["lse_log2"], unpacked["delta"], unpacked["dq_sum"]) == (256, 512, 1024)
+    assert (unpacked["row_lse"], unpacked["delta"], unpacked["dq_sum"]) == (256, 512, 1024)
     for axis, stride in zip(("batch", "head", "row"), (7, 5, 3), strict=True):
         assert unpacked[f"dlse_stride.{axis}"] == stride
         assert unpacked[f"grad_o_stride.{axis}"] == 0

@@ -42,8 +42,8 @@ struct BwdParams {
   void* dv;                 // like v
   const void* lse;          // (B, H, Sq) as the forward wrote it
   const void* dlse;         // (B, H, Sq) or null
-  void* lse_log2;           // work, (B, H, rows) float32: lse / ln 2; +inf where no key is seen
-  void* delta;              // work, (B, H, rows) float32: rowsum(dO * O) - dlse
+  void* row_lse;            // work, (B, H, rows) like lse: what bwd_delta.cuh makes of it
+  void* delta;              // work, (B, H, rows) like lse: rowsum(dO * O) - dlse
   float* dq_sum;            // work, (B, H, rows, HEAD_DIM) float32 in fragment order, or null
   const int* seqlens_q;     // (B,) or null
   const int* seqlens_k;     // (B,) or null

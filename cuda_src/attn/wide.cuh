@@ -10,6 +10,7 @@ template <class Score, class T> struct WideScore {
   static_assert(Score::kIdentity, "every other score needs its own form here");
   template <class Params> CUFA2_DEVICE explicit WideScore(const Params&) {}
   CUFA2_DEVICE T score(T s) const { return s; }
+  CUFA2_DEVICE T grad(T) const { return T(1); }
 };
 
 template <class T> struct WideScore<SoftcapScore, T> {
@@ -18,6 +19,7 @@ template <class T> struct WideScore<SoftcapScore, T> {
   CUFA2_DEVICE explicit WideScore(const Params& p)
       : tanh_scale(is_same<T, float> ? p.tanh_scale : p.exact_tanh_scale) {}
   CUFA2_DEVICE T score(T s) const { return tanh(s * tanh_scale); }
+  CUFA2_DEVICE T grad(T tanh) const { return fma(-tanh, tanh, T(1)); }
 };
 
 // Scores -> logits of one key block.

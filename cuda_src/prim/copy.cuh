@@ -65,6 +65,12 @@ CUFA2_DEVICE void store_shared_8(u32 shared, const Pair& x) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" :: "r"(shared), "f"(x.lo), "f"(x.hi) : "memory");
 }
 
+CUFA2_DEVICE u32 load_shared_4(u32 shared) {
+  u32 word;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(shared) : "memory");
+  return word;
+}
+
 CUFA2_DEVICE void store_shared_4(u32 shared, u32 word) {
   asm volatile("st.shared.b32 [%0], %1;" :: "r"(shared), "r"(word) : "memory");
 }

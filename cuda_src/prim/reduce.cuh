@@ -10,13 +10,13 @@ CUFA2_DEVICE float quad_max(float x) {
   return fmaxf(x, __shfl_xor_sync(kFullWarp, x, 2));
 }
 
-CUFA2_DEVICE float quad_sum(float x) {
+template <class T> CUFA2_DEVICE T quad_sum(T x) {
   x += __shfl_xor_sync(kFullWarp, x, 1);
   return x + __shfl_xor_sync(kFullWarp, x, 2);
 }
 
 // Sum over eight neighbouring lanes.
-CUFA2_DEVICE float eighth_sum(float x) {
+template <class T> CUFA2_DEVICE T eighth_sum(T x) {
   x = quad_sum(x);
   return x + __shfl_xor_sync(kFullWarp, x, 4);
 }

@@ -28,6 +28,24 @@ template <class T> CUFA2_DEVICE void store_piece(u32 shared, const Piece<T>& p) 
   store_shared_16(shared, reinterpret_cast<const Chunk&>(p));
 }
 
+// One element, and two neighbours at a multiple of their size.
+template <class T> CUFA2_DEVICE T load_element(u32 shared) {
+  if constexpr (is_same<T, float>) return __uint_as_float(load_shared_4(shared));
+  else {
+    const Pair x = load_shared_8(shared);
+    return __hiloint2double(__float_as_int(x.hi), __float_as_int(x.lo));
+  }
+}
+template <class T> CUFA2_DEVICE void load_two(T& first, T& second, u32 shared) {
+  if constexpr (is_same<T, float>) {
+    const Pair x = load_shared_8(shared);
+    first = x.lo, second = x.hi;
+  } else {
+    const Piece<T> x = load_piece<T>(shared);
+    first = x.at[0], second = x.at[1];
+  }
+}
+
 template <class T> CUFA2_DEVICE bool is_finite(T x) { return fabs(x) < T(inf()); }
 
 // The larger one; a NaN in b is ignored. fmax(double) would mind a NaN in a as well, at twice the

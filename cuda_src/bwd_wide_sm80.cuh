@@ -1,0 +1,501 @@
+// Backward attention for float32 and float64 on mma.sync tensor cores: dK and dV, or dQ.
+//
+//   P = exp(s - lse);  dP = dO V^T;  dS = P (dP - delta)
+//   dV = P^T dO;  dK = scale dS^T Q;  dQ = scale dS K   (policies in s and dS)
+//
+// The two kernels are one, seen from the keys and from the queries. A block owns rows and walks
+// over columns, the other side, in blocks:
+//
+//                rows (A_D, A_DV)   columns (B_D, B_DV)   leaves
+//   key tile     K, V               Q, dO                 dK += dS^T Q, dV += P^T dO
+//   query tile   Q, dO              K, V                  dQ += dS K
+//
+// S = A_D B_D^T and dP = A_DV B_DV^T (of a key tile: transposed), and what a block leaves stays in
+// registers until it is written, once. A key tile takes every query head of its group. Nothing is
+// added up by atomics: results repeat to the bit, and S and dP are computed twice, which makes
+// seven products where one kernel with atomics would need five.
+//
+// SPLIT warps share their rows, so that what they read and split of the columns serves two tiles
+// of rows: each multiplies its side of the head dims, sums up its share of S and dP through shared
+// memory, makes P and dS of it there, and owns its side of the columns of what the block leaves.
+//
+// STAGES: of B_D and B_DV. 2: a block's are loaded while the one before is worked on. 1: they wait
+// for their load. 0: for want of memory they take turns in one place, which serves any head dim.
+//
+// NaN never leaks from a masked pair: P and dS are selected there, and a tile that meets a NaN in
+// what it leaves is done again, as in fwd_wide_sm80.cuh.
+#pragma once
+#include "attn/key_walk.cuh"
+#include "attn/query_walk.cuh"
+#include "attn/wide.cuh"
+#include "tile/wide_product.cuh"
+
+template <class T_, int D_, int DV_, bool KEYS_, int BLOCK_Q_, int BLOCK_K_, int WARPS_,
+          int SPLIT_, int STAGES_, bool TF32_>
+struct WideGradTile {
+  using T = T_;
+  static constexpr bool KEYS = KEYS_, kTf32 = TF32_, kHalves = is_same<T, float> && !kTf32;
+  static constexpr int BLOCK_Q = BLOCK_Q_, BLOCK_K = BLOCK_K_, WARPS = WARPS_, SPLIT = SPLIT_;
+  static constexpr int STAGES = STAGES_, kThreads = 32 * WARPS;
+  static constexpr int ROWS = KEYS ? BLOCK_K : BLOCK_Q, COLUMNS = KEYS ? BLOCK_Q : BLOCK_K;
+  static constexpr int M_TILES = ROWS * SPLIT / (16 * WARPS), N_TILES = COLUMNS / 8;
+  static_assert(ROWS * SPLIT == 16 * WARPS * M_TILES, "warps split the rows evenly");
+  static_assert(WARPS % SPLIT == 0 && WARPS / SPLIT < 16, "one named barrier per SPLIT warps");
+  static_assert(kWorkRows % COLUMNS == 0, "work arrays hold whole blocks of columns");
+  static_assert(STAGES > 0 || (SPLIT > 1 && !kHalves), "P waits; mending needs all operands");
+
+  static constexpr int kPiece = Piece<T>::kSize;
+  static constexpr int kGrain = 8 * kPiece * SPLIT;  // sides have whole stretches
+  static constexpr int D = (D_ + kGrain - 1) / kGrain * kGrain;
+  static constexpr int DV = (DV_ + kGrain - 1) / kGrain * kGrain;
+  static constexpr int kSideD = D / SPLIT, kSideDv = DV / SPLIT;
+  static constexpr int kStretches = kSideD / (8 * kPiece);
+  static constexpr int kStretchesDv = kSideDv / (8 * kPiece);
+
+  static constexpr int kUnits = sizeof(T) / 2;  // SmemTile counts 16-bit elements
+  using RowD = SmemTile<ROWS, D * kUnits>;
+  using RowDv = SmemTile<ROWS, DV * kUnits>;
+  using ColumnD = SmemTile<COLUMNS, D * kUnits>;
+  using ColumnDv = SmemTile<COLUMNS, DV * kUnits>;
+  using Scores = WideAccumulator<T, M_TILES, N_TILES>;
+  using GradD = WideAccumulator<T, M_TILES, kSideD / 8>;
+  using GradDv = WideAccumulator<T, M_TILES, kSideDv / 8>;
+
+  // Shared memory: the rows, lse and delta (of a stage, if they belong to columns), the stages,
+  // and per warp dS and, if warps share it, P.
+  static constexpr int kFactBytes = 2 * (KEYS ? COLUMNS : ROWS) * sizeof(T);
+  static constexpr int kRowFacts = RowD::kBytes + RowDv::kBytes;
+  static constexpr int kColumnDv = STAGES ? ColumnD::kBytes : 0;
+  static constexpr int kTurnBytes =
+      ColumnD::kBytes > ColumnDv::kBytes ? ColumnD::kBytes : ColumnDv::kBytes;
+  static constexpr int kColumnFacts = STAGES ? ColumnD::kBytes + ColumnDv::kBytes : kTurnBytes;
+  static constexpr int kStageBytes = kColumnFacts + (KEYS ? kFactBytes : 0);
+  static constexpr int kStages = kRowFacts + (KEYS ? 0 : kFactBytes);
+  static constexpr int kWeights = kStages + (STAGES == 2 ? 2 : 1) * kStageBytes;
+  static constexpr int kScoreBytes = 16 * M_TILES * COLUMNS * sizeof(T);
+  static constexpr int kBytes = kWeights + WARPS * kScoreBytes * (SPLIT > 1 ? 2 : 1);
+
+  // Which rows (in units of SPLIT warps) and which side of the columns a thread's warp has.
+  static CUFA2_DEVICE int team(int thread) { return thread / (32 * SPLIT); }
+  static CUFA2_DEVICE int side(int thread) { return thread / 32 % SPLIT; }
+  static CUFA2_DEVICE int team_row(int thread) { return team(thread) * 16 * M_TILES; }
+};
+
+template <class T, int D, int DV, int BLOCK_Q, int BLOCK_K, int WARPS, int SPLIT, int STAGES,
+          bool TF32>
+using WideKeyTile = WideGradTile<T, D, DV, true, BLOCK_Q, BLOCK_K, WARPS, SPLIT, STAGES, TF32>;
+template <class T, int D, int DV, int BLOCK_Q, int BLOCK_K, int WARPS, int SPLIT, int STAGES,
+          bool TF32>
+using WideQueryTile = WideGradTile<T, D, DV, false, BLOCK_Q, BLOCK_K, WARPS, SPLIT, STAGES, TF32>;
+
+// Where a lane keeps its share of dP, then dS, of its warp; S, then P, lie WARPS * kScoreBytes
+// further on. Of a team, side n % SPLIT holds the tiles of columns n that it has summed up.
+template <class Tile> struct Weights {
+  static constexpr int kPieces = 4 / Piece<typename Tile::T>::kSize;  // of a tile
+  static constexpr u32 kScores = Tile::WARPS * Tile::kScoreBytes;
+  u32 team;  // the lane's share of its team's first side
+  int side;
+
+  CUFA2_DEVICE Weights(u32 memory, int thread)
+      : team(memory + Tile::kWeights + Tile::team(thread) * Tile::SPLIT * Tile::kScoreBytes +
+             thread % 32 * 16),
+        side(Tile::side(thread)) {}
+  CUFA2_DEVICE u32 own() const { return team + side * Tile::kScoreBytes; }
+  static CUFA2_DEVICE u32 tile(int m, int n) { return 512 * (m * Tile::N_TILES + n) * kPieces; }
+};
+
+template <class T> CUFA2_DEVICE void load_tile(T (&x)[4], u32 address) {
+#pragma unroll
+  for (int e = 0; e < 4; e += Piece<T>::kSize) {
+    const Piece<T> piece = load_piece<T>(address + 512 * (e / Piece<T>::kSize));
+#pragma unroll
+    for (int j = 0; j < Piece<T>::kSize; ++j) x[e + j] = piece.at[j];
+  }
+}
+template <class T> CUFA2_DEVICE void store_tile(u32 address, const T (&x)[4]) {
+#pragma unroll
+  for (int e = 0; e < 4; e += Piece<T>::kSize) {
+    Piece<T> piece;
+#pragma unroll
+    for (int j = 0; j < Piece<T>::kSize; ++j) piece.at[j] = x[e + j];
+    store_piece(address + 512 * (e / Piece<T>::kSize), piece);
+  }
+}
+
+// A walk's view of the problem: positions and tensors as rows and columns.
+template <class Tile, class Mask, bool KEYS = Tile::KEYS> struct Walk : KeyFrame<Tile, Mask> {
+  using Base = KeyFrame<Tile, Mask>;
+  CUFA2_DEVICE Walk(const BwdParams& p, const KeyWork& w) : Base(p, w) {}
+  CUFA2_DEVICE bool any() const { return this->count > 0; }
+  CUFA2_DEVICE int row_begin() const { return this->work.k_begin; }
+  CUFA2_DEVICE int rows() const { return this->len.k; }
+  CUFA2_DEVICE int columns() const { return this->len.q; }
+  // Columns that some and that all of these rows keep. Those past the last have P = 0: unmasked.
+  CUFA2_DEVICE KvRange range(int begin, int end) const {
+    KvRange r = this->mask.q_range(begin, end);
+    if (r.full_end >= columns()) r.full_end = 0x7fffffff;
+    return r;
+  }
+  CUFA2_DEVICE RowRange kept(int row) const { return this->mask.column_range(row); }
+  CUFA2_DEVICE int row_head() const { return this->work.head; }
+  static CUFA2_DEVICE int column_head(const BwdParams&, const Step& at) { return at.head; }
+};
+
+template <class Tile, class Mask> struct Walk<Tile, Mask, false> : QueryFrame<Tile, Mask> {
+  using Base = QueryFrame<Tile, Mask>;
+  CUFA2_DEVICE Walk(const BwdParams& p, const Work& w) : Base(p, w) {}
+  CUFA2_DEVICE bool any() const { return this->first <= this->last; }
+  CUFA2_DEVICE Step begin(const BwdParams&) const { return {this->work.head, this->last}; }
+  CUFA2_DEVICE Step next(const Step& at) const { return {at.head, at.block - 1}; }
+  CUFA2_DEVICE bool within(const BwdParams&, const Step& at) const {
+    return at.block >= this->first;
+  }
+  CUFA2_DEVICE int row_begin() const { return this->work.q_begin; }
+  CUFA2_DEVICE int rows() const { return this->len.q; }
+  CUFA2_DEVICE int columns() const { return this->len.k; }
+  CUFA2_DEVICE KvRange range(int begin, int end) const {
+    return this->mask.kv_range(begin, min(end, rows()));
+  }
+  CUFA2_DEVICE RowRange kept(int row) const { return this->mask.row_range(row); }
+  CUFA2_DEVICE int row_head() const { return this->work.head; }
+  static CUFA2_DEVICE int column_head(const BwdParams& p, const Step& at) {
+    return at.head / p.group;
+  }
+};
+
+// Row `row` of a head of a tensor, in 16-bit units.
+template <class T>
+CUFA2_DEVICE const u16* rows_at(const void* tensor, const Strides& s, i64 batch, int head,
+                                int row) {
+  return reinterpret_cast<const u16*>(static_cast<const T*>(tensor) + batch * s.batch +
+                                      head * s.head + row * s.row);
+}
+
+template <class Tile, class Smem>
+CUFA2_DEVICE void load_rows(u32 shared, const void* tensor, const Strides& s, i64 batch, int head,
+                            int row, int rows, int columns) {
+  using T = typename Tile::T;
+  TileLoader<Smem, Tile::kThreads>::load(shared, rows_at<T>(tensor, s, batch, head, row),
+                                         s.row * Tile::kUnits, rows - row,
+                                         columns * Tile::kUnits, thread_index());
+}
+
+// Starts loading lse and then delta of COUNT query rows from `row` on; past the work arrays zeros.
+template <class Tile, int COUNT>
+CUFA2_DEVICE void load_facts(const BwdParams& p, u32 shared, i64 batch, int head, int row) {
+  using T = typename Tile::T;
+  constexpr int kPieces = COUNT / Piece<T>::kSize;
+  const i64 first = (batch * p.num_heads + head) * p.rows + row;
+  for (int n = thread_index(); n < 2 * kPieces; n += Tile::kThreads) {
+    const int i = n % kPieces * Piece<T>::kSize;
+    const void* array = n < kPieces ? p.row_lse : p.delta;
+    cp_async_16(shared + 16 * n, static_cast<const T*>(array) + first + i, row + i < p.rows);
+  }
+}
+
+// Starts the loads for a block of columns: B_D, or B_DV with what else it needs.
+template <class Tile, class Frame>
+CUFA2_DEVICE void load_d(const BwdParams& p, const Frame& frame, u32 stage, const Step& at) {
+  load_rows<Tile, typename Tile::ColumnD>(
+      stage, Tile::KEYS ? p.q : p.k, Tile::KEYS ? p.q_stride : p.k_stride, frame.work.batch,
+      Frame::column_head(p, at), at.block * Tile::COLUMNS, frame.columns(), p.head_dim);
+}
+template <class Tile, class Frame>
+CUFA2_DEVICE void load_dv(const BwdParams& p, const Frame& frame, u32 stage, const Step& at) {
+  load_rows<Tile, typename Tile::ColumnDv>(
+      stage + Tile::kColumnDv, Tile::KEYS ? p.grad_o : p.v,
+      Tile::KEYS ? p.grad_o_stride : p.v_stride, frame.work.batch, Frame::column_head(p, at),
+      at.block * Tile::COLUMNS, frame.columns(), p.head_dim_v);
+  if constexpr (Tile::KEYS) {
+    load_facts<Tile, Tile::COLUMNS>(p, stage + Tile::kColumnFacts, frame.work.batch, at.head,
+                                    at.block * Tile::COLUMNS);
+  }
+}
+template <class Tile, class Frame>
+CUFA2_DEVICE void load_stage(const BwdParams& p, const Frame& frame, u32 stage, const Step& at) {
+  load_dv<Tile>(p, frame, stage, at);
+  if constexpr (Tile::STAGES > 0) load_d<Tile>(p, frame, stage, at);
+  cp_async_commit();
+}
+
+// S and dP of a block of columns -> P and dS. `s` holds S, then P, unless a team shares them;
+// `row` and `column` are the positions of the warp's first row and the block's first column.
+template <class Tile, class Score, bool SAFE, class Frame>
+CUFA2_DEVICE void weigh(const BwdParams& p, const Frame& frame, u32 memory, u32 stage,
+                        typename Tile::Scores& s, int row, int column, bool masked) {
+  using T = typename Tile::T;
+  using Layout = Weights<Tile>;
+  constexpr int SPLIT = Tile::SPLIT;
+  const WideScore<Score, T> score(p);
+  // Natural exponents: scale_log2 and lse / ln 2 would add roundings that a plain loop has not.
+  const T scale = T(p.exact_scale_log2 * 0.69314718055994531), log2e = 1.4426950408889634;
+  const int thread = thread_index(), lane = thread % 32;
+  const Layout at(memory, thread);
+  const u32 facts = Tile::KEYS ? stage + Tile::kColumnFacts : memory + Tile::kRowFacts;
+  constexpr u32 kDelta = Tile::kFactBytes / 2;
+#pragma unroll
+  for (int m = 0; m < Tile::M_TILES; ++m) {
+    int begin[2] = {0, 0}, end[2] = {Tile::COLUMNS, Tile::COLUMNS};
+    T lse[4], delta[4];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int r = Tile::Scores::row(lane, 2 * m + h);
+      if (masked) {
+        // Kept columns of this row, counted from the lane's first column.
+        const RowRange range = frame.kept(row + r);
+        const int origin = column + Tile::Scores::column(lane, 0, 0) + 8 * at.side;
+        begin[h] = range.begin - origin;
+        end[h] = range.end - origin;
+      }
+      if constexpr (!Tile::KEYS) {
+        const u32 fact = facts + (Tile::team_row(thread) + r) * sizeof(T);
+        lse[2 * h] = lse[2 * h + 1] = load_element<T>(fact);
+        delta[2 * h] = delta[2 * h + 1] = load_element<T>(fact + kDelta);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < Tile::N_TILES; n += SPLIT) {  // and at.side further on
+      if (Tile::N_TILES % SPLIT != 0 && n + at.side >= Tile::N_TILES) continue;
+      if constexpr (Tile::KEYS) {
+        const u32 fact = facts + Tile::Scores::column(lane, n + at.side, 0) * sizeof(T);
+        load_two<T>(lse[0], lse[1], fact);
+        load_two<T>(delta[0], delta[1], fact + kDelta);
+        lse[2] = lse[0], lse[3] = lse[1], delta[2] = delta[0], delta[3] = delta[1];
+      }
+      const u32 place = Layout::tile(m, n) + at.side * Layout::tile(0, 1);
+      T x[4], y[4];
+      load_tile(y, at.team + place);
+      if constexpr (SPLIT == 1) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) x[e] = s.at[m][n][e];
+      } else {
+        load_tile(x, at.team + Layout::kScores + place);
+#pragma unroll
+        for (int side = 1; side < SPLIT; ++side) {
+          T more[4], more_y[4];
+          load_tile(more, at.team + side * Tile::kScoreBytes + Layout::kScores + place);
+          load_tile(more_y, at.team + side * Tile::kScoreBytes + place);
+#pragma unroll
+          for (int e = 0; e < 4; ++e) { x[e] += more[e]; y[e] += more_y[e]; }
+        }
+      }
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if constexpr (SAFE && Tile::kHalves) {
+          const int i = Tile::team_row(thread) + Tile::Scores::row(lane, 2 * m + (e >> 1));
+          const int j = Tile::Scores::column(lane, n + at.side, e);
+          if (x[e] != x[e]) {
+            x[e] = plain_product<typename Tile::RowD, typename Tile::ColumnD>(
+                memory, i, stage, j, p.head_dim, T(0));
+          }
+          if (y[e] != y[e]) {
+            y[e] = plain_product<typename Tile::RowDv, typename Tile::ColumnDv>(
+                memory + Tile::RowD::kBytes, i, stage + Tile::kColumnDv, j, p.head_dim_v, T(0));
+          }
+        }
+        const T logit = score.score(x[e]);
+        const T weight = power_of_2(fma(logit, scale, -lse[e]) * log2e);
+        T grad = weight * (y[e] - delta[e]);
+        if constexpr (!Score::kIdentity) grad *= score.grad(logit);
+        const int c = Tile::Scores::column(0, n, e);
+        const bool drop = masked && (c < begin[e >> 1] || c >= end[e >> 1]);
+        x[e] = drop ? T(0) : weight;
+        y[e] = drop ? T(0) : grad;
+      }
+      const u32 own = at.own() + place;
+      store_tile(own, y);
+      if constexpr (Tile::KEYS && SPLIT > 1) store_tile(own + Layout::kScores, x);
+      if constexpr (Tile::KEYS && SPLIT == 1) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s.at[m][n][e] = x[e];
+      }
+    }
+  }
+}
+
+// Adds one product to what the block leaves: the operands that `load_a` gives times this warp's
+// side of a tile of columns.
+template <class Tile, bool SAFE, bool ROLLED, class Smem, class Acc, class Frame, class LoadA>
+CUFA2_DEVICE void add_product(Acc& d, const Frame& frame, const LoadA& load_a, u32 tile,
+                              int columns, int row, int column) {
+  using T = typename Tile::T;
+  const int thread = thread_index(), lane = thread % 32;
+  const int side = Tile::side(thread) * 8 * Acc::N_TILES;  // its first column
+  multiply_columns<Tile::kTf32, SAFE, ROLLED, Tile::COLUMNS>(
+      d, load_a, PairReader<T, Smem>::at(tile + side * sizeof(T), lane), columns - side);
+  if constexpr (SAFE) {
+    add_nonfinite<Smem, Tile::COLUMNS>(d, tile + side * sizeof(T), [&](int r, int k) {
+      const RowRange range = frame.kept(row + Acc::row(lane, r));
+      return column + k >= range.begin && column + k < range.end;
+    });
+  }
+}
+
+// Computes and stores what rows of the frame's tile from `first` on leave; returns whether this
+// thread met a NaN in it. SAFE: what is not finite enters no product that it could leak from.
+template <class Tile, class Score, bool SAFE, class Frame>
+CUFA2_DEVICE bool differentiate(const BwdParams& p, const Frame& frame, u32 memory, int first) {
+  using T = typename Tile::T;
+  using Layout = Weights<Tile>;
+  constexpr int COLUMNS = Tile::COLUMNS, SPLIT = Tile::SPLIT;
+  constexpr bool KEYS = Tile::KEYS;
+  typename Tile::GradD grad;
+  WideAccumulator<T, Tile::M_TILES, KEYS ? Tile::kSideDv / 8 : 1> grad_v;
+  grad.clear();
+  grad_v.clear();
+  Step at = frame.begin(p);
+  const i64 batch = frame.work.batch;
+  if (frame.any()) {
+    const int row = frame.row_begin() + first;
+    load_rows<Tile, typename Tile::RowD>(memory, KEYS ? p.k : p.q,
+                                         KEYS ? p.k_stride : p.q_stride, batch, frame.row_head(),
+                                         row, frame.rows(), p.head_dim);
+    load_rows<Tile, typename Tile::RowDv>(memory + Tile::RowD::kBytes, KEYS ? p.v : p.grad_o,
+                                          KEYS ? p.v_stride : p.grad_o_stride, batch,
+                                          frame.row_head(), row, frame.rows(), p.head_dim_v);
+    if constexpr (!KEYS) {
+      load_facts<Tile, Tile::ROWS>(p, memory + Tile::kRowFacts, batch, frame.row_head(), row);
+    }
+    load_stage<Tile>(p, frame, memory + Tile::kStages, at);
+  }
+  // Where a warp stands is computed anew wherever it is needed: registers are short.
+  auto warp_row = [&] { return frame.row_begin() + first + Tile::team_row(thread_index()); };
+  auto take_turns = [&](bool dv) {  // the one place gets the block's B_DV or B_D
+    if constexpr (Tile::STAGES == 0) {
+      block_sync();
+      if (dv) load_dv<Tile>(p, frame, memory + Tile::kStages, at);
+      else load_d<Tile>(p, frame, memory + Tile::kStages, at);
+      cp_async_commit();
+      cp_async_wait<0>();
+      block_sync();
+    }
+  };
+  u32 odd = 0;
+  while (frame.any() && frame.within(p, at)) {
+    const Step next = frame.next(at);
+    cp_async_wait<0>();
+    block_sync();  // this block's columns are visible; all are done with the block before
+    const u32 stage = memory + Tile::kStages + odd;
+    if (Tile::STAGES == 2 && frame.within(p, next)) {
+      odd ^= Tile::kStageBytes;
+      load_stage<Tile>(p, frame, memory + Tile::kStages + odd, next);
+    }
+    const int column = at.block * COLUMNS, row = warp_row();
+    const KvRange range = frame.range(row, row + 16 * Tile::M_TILES);
+    // The rows of one warp keep fewer columns than those of the tile.
+    const bool seen = row < frame.rows() && column < range.end && column + COLUMNS > range.begin;
+    typename Tile::Scores s;
+    if (seen) {
+      const int thread = thread_index(), lane = thread % 32;
+      const u32 side = Tile::side(thread) * Tile::kSideDv * sizeof(T);
+      const u32 rows = memory + Tile::RowD::kBytes +
+                       Tile::team_row(thread) * Tile::RowDv::kRowBytes + side;
+      s.clear();
+      multiply_rows<Tile::kTf32, Tile::kStretchesDv>(
+          s, RowReader<T, typename Tile::RowDv>::for_a(rows, lane),
+          RowReader<T, typename Tile::ColumnDv>::for_b(stage + Tile::kColumnDv + side, lane));
+      store_scores<Tile>(Layout(memory, thread).own(), s);
+    }
+    take_turns(false);
+    if (seen) {
+      {
+        const int thread = thread_index(), lane = thread % 32;
+        const u32 side = Tile::side(thread) * Tile::kSideD * sizeof(T);
+        const u32 rows = memory + Tile::team_row(thread) * Tile::RowD::kRowBytes + side;
+        s.clear();
+        multiply_rows<Tile::kTf32, Tile::kStretches>(
+            s, RowReader<T, typename Tile::RowD>::for_a(rows, lane),
+            RowReader<T, typename Tile::ColumnD>::for_b(stage + side, lane));
+      }
+      if constexpr (SPLIT > 1) {
+        const int thread = thread_index();
+        store_scores<Tile>(Layout(memory, thread).own() + Layout::kScores, s);
+        group_sync(1 + Tile::team(thread), 32 * SPLIT);
+      }
+      const bool masked = column < range.full_begin || column + COLUMNS > range.full_end;
+      weigh<Tile, Score, SAFE>(p, frame, memory, stage, s, warp_row(), column, masked);
+      if constexpr (SPLIT > 1) group_sync(1 + Tile::team(thread_index()), 32 * SPLIT);
+      const u32 team = Layout(memory, thread_index()).team;
+      auto load_grad = [&](T (&x)[4], int m, int kk) {
+        load_tile(x, team + kk % SPLIT * Tile::kScoreBytes + Layout::tile(m, kk));
+      };
+      add_product<Tile, SAFE, true, typename Tile::ColumnD>(grad, frame, load_grad, stage,
+                                                            p.head_dim, warp_row(), column);
+    }
+    if constexpr (KEYS) {
+      take_turns(true);
+      if (seen) {
+        const u32 team = Layout(memory, thread_index()).team + Layout::kScores;
+        auto load_weight = [&](T (&x)[4], int m, int kk) {
+          if constexpr (SPLIT > 1) {
+            load_tile(x, team + kk % SPLIT * Tile::kScoreBytes + Layout::tile(m, kk));
+          } else {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) x[e] = s.at[m][kk][e];
+          }
+        };
+        add_product<Tile, SAFE, (SPLIT > 1), typename Tile::ColumnDv>(
+            grad_v, frame, load_weight, stage + Tile::kColumnDv, p.head_dim_v, warp_row(), column);
+      }
+    }
+    if (Tile::STAGES < 2) {
+      block_sync();
+      if (frame.within(p, next)) load_stage<Tile>(p, frame, memory + Tile::kStages, next);
+    }
+    at = next;
+  }
+  const int row = warp_row(), side = Tile::side(thread_index());
+  const T scale = is_same<T, float> ? T(p.scale) : T(p.exact_scale);
+  const Strides& stride = KEYS ? p.dk_stride : p.dq_stride;
+  T* out = static_cast<T*>(KEYS ? p.dk : p.dq) + batch * stride.batch +
+           frame.row_head() * stride.head + row * stride.row + side * Tile::kSideD;
+  const int rows = (KEYS ? p.seqlen_k : p.seqlen_q) - row, real = frame.rows() - row;
+  store_columns(grad, out, stride.row, rows, real, p.head_dim - side * Tile::kSideD, scale);
+  if constexpr (KEYS) {
+    T* out_v = static_cast<T*>(p.dv) + batch * p.dv_stride.batch +
+               frame.row_head() * p.dv_stride.head + row * p.dv_stride.row +
+               side * Tile::kSideDv;
+    store_columns(grad_v, out_v, p.dv_stride.row, rows, real,
+                  p.head_dim_v - side * Tile::kSideDv, T(1));
+  }
+  return grad.has_nan() || grad_v.has_nan();
+}
+
+template <class Tile, class Mask, class Score, class Place>
+CUFA2_DEVICE void bwd_wide(const BwdParams& p, const Place& work) {
+  using Frame = Walk<Tile, Mask>;
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  __shared__ __align__(16) unsigned char frame_memory[sizeof(Frame)];
+  auto& frame = *reinterpret_cast<Frame*>(frame_memory);
+  if (!work.valid) return;
+  if (thread_index() == 0) frame = Frame(p, work);
+  block_sync();
+  const u32 memory = shared_address(shared_memory);
+  const bool nan = differentiate<Tile, Score, false>(p, frame, memory, 0);
+  if constexpr (Tile::kHalves || Mask::kPerRow) {
+    if (!block_any(nan)) return;
+    // Rare: the tile again, in parts of one tile of rows per warp, to leave registers. No sum of a
+    // row depends on other rows, so what no NaN touches comes out the same to the bit.
+    constexpr int kRows = 16 * Tile::WARPS / Tile::SPLIT;
+    using Part = WideGradTile<typename Tile::T, Tile::D, Tile::DV, Tile::KEYS,
+                              Tile::KEYS ? Tile::BLOCK_Q : kRows,
+                              Tile::KEYS ? kRows : Tile::BLOCK_K, Tile::WARPS, Tile::SPLIT,
+                              Tile::STAGES, Tile::kTf32>;
+#pragma unroll 1
+    for (int row = 0; row < Tile::ROWS; row += kRows) {
+      differentiate<Part, Score, true>(p, frame, memory, row);
+      block_sync();
+    }
+  }
+}
+
+// dK and dV of one tile of keys.
+template <class Tile, class Mask, class Score> CUFA2_DEVICE void bwd_wide_sm80(const BwdParams& p) {
+  bwd_wide<Tile, Mask, Score>(p, find_key_work<Tile::BLOCK_K>(p));
+}
+
+// dQ of one tile of queries.
+template <class Tile, class Mask, class Score>
+CUFA2_DEVICE void bwd_dq_wide_sm80(const BwdParams& p) {
+  bwd_wide<Tile, Mask, Score>(p, find_work<Tile::BLOCK_Q>(p));
+}

@@ -1,0 +1,174 @@
+// Products of float32 and float64 fragments over a shared tile, and accumulators on their way out.
+//
+// float64 has its own tensor-core product. A float32 one is three TF32 products of the operands'
+// halves (prim/wide.cuh), or one where TF32 asks for it. The tensor core cuts where an addition
+// should round, always towards zero, so that over thousands of terms one sum would drift: sums of
+// float32 start afresh with every 8 or 16 terms and are added to the rest by an ordinary addition.
+#pragma once
+#include "wide.cuh"
+
+// acc += sum of a[i] b[i]; FRESH: as a sum of its own, added by a rounding addition.
+template <bool FRESH, int STEPS, class T, class A, class B>
+CUFA2_DEVICE void accumulate(T (&acc)[4], const A (&a)[STEPS], const B (&b)[STEPS]) {
+  T fresh[4] = {T(0), T(0), T(0), T(0)};
+#pragma unroll
+  for (int i = 0; i < STEPS; ++i) multiply_add(FRESH ? fresh : acc, a[i], b[i]);
+#pragma unroll
+  for (int e = 0; FRESH && e < 4; ++e) acc[e] += fresh[e];
+}
+
+// D += A B^T over STRETCHES stretches of columns of two [row][column] tiles. With one TF32 product
+// per element D is a single sum: its few steps lose nothing that the rounding of the operands has
+// not. Products of halves are many: where they stand in one piece of code, ptxas keeps more of
+// them in flight than there are registers, so they come in a loop that is not unrolled.
+template <bool TF32, int STRETCHES, class T, int M_TILES, int N_TILES, class A, class B>
+CUFA2_DEVICE void multiply_rows(WideAccumulator<T, M_TILES, N_TILES>& d, const A& a_rows,
+                                const B& b_rows) {
+  constexpr bool kHalves = is_same<T, float> && !TF32;
+  static_assert(N_TILES % B::kTiles == 0, "B operands come in pairs");
+#pragma unroll 1
+  for (int stretch = 0; stretch < STRETCHES; ++stretch) {
+#pragma unroll (kHalves ? 1 : B::kSteps)
+    for (int kk = 0; kk < B::kSteps; ++kk) {
+      Operand<T, TF32, 4> a[M_TILES][1];
+#pragma unroll
+      for (int m = 0; m < M_TILES; ++m) {
+        T x[4];
+        a_rows.load_a(x, m, stretch, kk);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) a[m][0].set(e, x[e]);
+      }
+#pragma unroll
+      for (int i = 0; i < N_TILES / B::kTiles; ++i) {
+        T x[B::kTiles][2];
+        b_rows.load_b(x, i, stretch, kk);
+#pragma unroll
+        for (int n = 0; n < B::kTiles; ++n) {
+          Operand<T, TF32, 2> b[1];
+          b[0].set(0, x[n][0]);
+          b[0].set(1, x[n][1]);
+#pragma unroll
+          for (int m = 0; m < M_TILES; ++m) {
+            accumulate<kHalves>(d.at[m][B::kTiles * i + n], a[m], b);
+          }
+        }
+      }
+    }
+  }
+}
+
+// D += A B over K rows of a [row][column] tile, of which `columns` columns are real. `load_a(x, m,
+// kk)` gives a lane's elements of the 16 x 8 accumulator tile (m, kk) that is the A operand; ROLLED
+// if that does not come from registers. SAFE: of B only what is finite.
+template <bool TF32, bool SAFE, bool ROLLED, int K, class T, int M_TILES, int N_TILES, class LoadA,
+          class B>
+CUFA2_DEVICE void multiply_columns(WideAccumulator<T, M_TILES, N_TILES>& d, const LoadA& load_a,
+                                   const B& b_rows, int columns) {
+  constexpr int kPiece = Piece<T>::kSize, kStretch = 8 * kPiece;
+  constexpr int kSteps = is_same<T, float> && K % 16 == 0 ? 2 : 1;  // of 8 rows in a fresh sum
+  constexpr int kTurns = K / (8 * kSteps);
+#pragma unroll (ROLLED ? 1 : kTurns)
+  for (int turn = 0; turn < kTurns; ++turn) {
+    Operand<T, TF32, 4> a[M_TILES][kSteps];
+#pragma unroll
+    for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        T x[4];
+        load_a(x, m, turn * kSteps + i);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) a[m][i].set(e, x[2 * (e & 1) + (e >> 1)]);
+      }
+#pragma unroll
+    for (int stretch = 0; stretch < N_TILES / kPiece; ++stretch) {
+      if (is_same<T, float> && stretch * kStretch >= columns) break;
+      Piece<T> rows[kSteps][2];
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) b_rows.load(rows[i], 8 * (turn * kSteps + i), stretch);
+#pragma unroll
+      for (int j = 0; j < kPiece; ++j) {
+        Operand<T, TF32, 2> b[kSteps];
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const T x = rows[i][e].at[j];
+            if constexpr (SAFE) b[i].set_finite(e, is_finite(x) ? x : T(0));
+            else b[i].set(e, x);
+          }
+#pragma unroll
+        for (int m = 0; m < M_TILES; ++m) {
+          accumulate<is_same<T, float>>(d.at[m][kPiece * stretch + j], a[m], b);
+        }
+      }
+    }
+  }
+}
+
+// Adds what multiply_columns<SAFE> left out: the NaN and Inf of the K rows at `tile` to the rows of
+// D that keep them. `keep(r, k)`: whether the lane's r-th row keeps row k.
+template <class Smem, int K, class T, int M_TILES, int N_TILES, class Keep>
+CUFA2_DEVICE void add_nonfinite(WideAccumulator<T, M_TILES, N_TILES>& d, u32 tile,
+                                const Keep& keep) {
+  constexpr int kPiece = Piece<T>::kSize;
+  const int lane = thread_index() % 32;
+#pragma unroll 1
+  for (int k = 0; k < K; ++k)
+#pragma unroll
+    for (int stretch = 0; stretch < N_TILES / kPiece; ++stretch)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const Piece<T> piece = load_piece<T>(tile + 128 * stretch +
+                                             Smem::offset(k, 2 * (lane % 4) + c));
+#pragma unroll
+        for (int i = 0; i < kPiece; ++i) {
+          if (is_finite(piece.at[i])) continue;
+#pragma unroll
+          for (int r = 0; r < 2 * M_TILES; ++r) {
+            if (keep(r, k)) d.at[r >> 1][kPiece * stretch + i][2 * (r & 1) + c] += piece.at[i];
+          }
+        }
+      }
+}
+
+// The product of row i of one tile and row j of another, by plain arithmetic: halves of Inf, or of
+// a value that rounds to it, make NaN whatever the product should be.
+template <class A, class B, class T>
+CUFA2_DEVICE T plain_product(u32 a_tile, int i, u32 b_tile, int j, int columns, T sum) {
+#pragma unroll 1
+  for (int c = 0; c < columns / Piece<T>::kSize && sum == sum; ++c) {
+    const Piece<T> a = load_piece<T>(a_tile + A::offset(i, c));
+    const Piece<T> b = load_piece<T>(b_tile + B::offset(j, c));
+#pragma unroll
+    for (int e = 0; e < Piece<T>::kSize; ++e) sum = fma(a.at[e], b.at[e], sum);
+  }
+  return sum;
+}
+
+// Writes the real `columns` columns of scale * D to a tensor whose element (row 0 of the warp,
+// column 0 of D) is at `out`; rows at or past `rows` are left alone, those from `real` on get zeros.
+template <class T, int M_TILES, int N_TILES>
+CUFA2_DEVICE void store_columns(const WideAccumulator<T, M_TILES, N_TILES>& d, T* out,
+                                i64 row_stride, int rows, int real, int columns, T scale) {
+  constexpr int kPiece = Piece<T>::kSize;
+  const int lane = thread_index() % 32;
+#pragma unroll
+  for (int r = 0; r < 2 * M_TILES; ++r) {
+    const int i = WideAccumulator<T, M_TILES, N_TILES>::row(lane, r);
+    if (i >= rows) continue;
+#pragma unroll
+    for (int n = 0; n < N_TILES; n += kPiece)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int column = 8 * n + (lane % 4 * 2 + c) * kPiece;
+        if (column >= columns) continue;
+        Piece<T> piece;
+#pragma unroll
+        for (int j = 0; j < kPiece; ++j) {
+          // Adding 0 turns the -0 that a negative scale makes of an empty sum into 0.
+          piece.at[j] = i < real ? fma(d.at[r >> 1][n + j][2 * (r & 1) + c], scale, T(0)) : T(0);
+        }
+        *reinterpret_cast<Piece<T>*>(out + i * row_stride + column) = piece;
+      }
+  }
+}
