@@ -23,7 +23,7 @@ import numpy as np
 from . import __version__, compiler, device, flash_attention, plan
 from .files import UserError, cast, check_output, read_lengths, read_qkv, write
 from .kernels import KERNELS, MASKS, SCORES, STAGES, Variant
-from .problem import DTYPES, LAYOUTS
+from .problem import DTYPES, LAYOUTS, PRECISIONS
 
 GPU_DTYPES = tuple(t for t in DTYPES if any(t in k.dtypes for k in KERNELS))
 # B, S, H, D of the quick benchmark: a second or two on either back end.
@@ -123,6 +123,7 @@ def attend(args: argparse.Namespace) -> None:
             softmax_scale=args.softmax_scale,
             softcap=args.softcap,
             layout=args.layout,
+            precision=args.precision,
             return_lse=True,
             **{name: put(x) for name, x in lengths.items()},
         )
@@ -256,6 +257,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--softmax-scale", type=float, metavar="X", help="default 1/sqrt(D)")
     add("--softcap", type=float, default=0.0, metavar="X", help="bound of the scores; 0: off")
     add("--layout", choices=LAYOUTS, default="bshd", help="axes of the arrays (default bshd)")
+    add("--precision", choices=PRECISIONS, help="products of float32 arrays; default: as exact")
     add("--seqlens-q", type=Path, metavar="FILE", help="(B,) integers: real rows of q")
     add("--seqlens-k", type=Path, metavar="FILE", help="(B,) integers: real rows of k and v")
     add("--dtype", choices=DTYPES, help="convert the inputs to this first")
@@ -265,7 +267,8 @@ def _parser() -> argparse.ArgumentParser:
         compile_,
         "Build kernels ahead of time",
         "Needs NVRTC, but no GPU. A machine without NVRTC uses the folder as CUFA2_CACHE_DIR. "
-        "Covers head dims with D = Dv; without further choices all of them.",
+        "Covers head dims with D = Dv and, for float32, both precisions; without further choices "
+        "all of them.",
     )
     add("--arch", action="append", required=True, choices=device.ARCHS, help="may be repeated")
     dims = sorted({d for k in KERNELS for d in k.head_dims})

@@ -22,6 +22,7 @@ def flash_attention(
     seqlens_q: Any = None,
     seqlens_k: Any = None,
     layout: str = "bshd",
+    precision: str | None = None,
     return_lse: bool = False,
     out: Any = None,
     lse_out: Any = None,
@@ -56,6 +57,10 @@ def flash_attention(
             entry are real. Masks then use these lengths. Rows beyond give o = 0, lse = -inf.
             Values are checked on the CPU and clamped to the array on a GPU.
         layout: "bshd" (default) or "bhsd".
+        precision: of the products of float32 arrays, the only ones that take it. None (default)
+            keeps float32 accuracy. "tf32" is faster: a GPU rounds their operands to TF32, 11
+            significant bits, a relative error of 2^-11 at most; sums and softmax stay float32.
+            NumPy takes it and keeps float32 accuracy.
         return_lse: also return lse, (B, H, Sq) float32 (float64 for float64 inputs), natural log;
             (B*H, Sq) for flat arrays.
         out, lse_out: arrays to write to, of the result's shape and dtype. Any strides; must not
@@ -82,7 +87,12 @@ def flash_attention(
     Source: Dao, "FlashAttention-2" (2023), arXiv 2307.08691.
     """
     options = Options.make(
-        causal=causal, window=window, softmax_scale=softmax_scale, softcap=softcap, layout=layout
+        causal=causal,
+        window=window,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        layout=layout,
+        precision=precision,
     )
     o, lse = launcher(options).forward(
         q,
@@ -113,6 +123,7 @@ def flash_attention_backward(
     seqlens_q: Any = None,
     seqlens_k: Any = None,
     layout: str = "bshd",
+    precision: str | None = None,
     dlse: Any = None,
     deterministic: bool = False,
     stream: Any = None,
@@ -128,8 +139,8 @@ def flash_attention_backward(
     Args:
         do: gradient of o, same shape and dtype as o.
         q, k, v, o, lse: inputs and results of the forward call, with its options.
-        causal, window, softmax_scale, softcap, seqlens_q, seqlens_k, layout, stream: as given
-            to `flash_attention`.
+        causal, window, softmax_scale, softcap, seqlens_q, seqlens_k, layout, precision, stream:
+            as given to `flash_attention`.
         dlse: gradient of lse, same shape and dtype as lse; default none.
         deterministic: bit-identical results from run to run (the NumPy back end always is). On a
             GPU the default adds dq up by float32 atomics, whose order varies; deterministic calls
@@ -155,6 +166,7 @@ def flash_attention_backward(
         softmax_scale=softmax_scale,
         softcap=softcap,
         layout=layout,
+        precision=precision,
         deterministic=deterministic,
     )
     return launcher(options).backward(

@@ -33,7 +33,8 @@ class FlashAttention2:
 
     head_dim, dtype: D and the dtype that arrays must have (a name, or any library's dtype).
     head_dim_v: Dv, default D.
-    causal, window, softmax_scale, softcap, layout, deterministic: as in `flash_attention`.
+    causal, window, softmax_scale, softcap, layout, precision: as in `flash_attention`.
+    deterministic: as in `flash_attention_backward`.
     device: "cuda", "cuda:N" or N loads the forward kernel now (compiled the first time, for about
         a second); "cpu" refuses GPU arrays; None decides at the first call by where they lie.
 
@@ -62,6 +63,7 @@ class FlashAttention2:
         softmax_scale: float | None = None,
         softcap: float = 0.0,
         layout: str = "bshd",
+        precision: str | None = None,
         deterministic: bool = False,
         device: str | int | None = None,
     ) -> None:
@@ -71,6 +73,7 @@ class FlashAttention2:
             softmax_scale=softmax_scale,
             softcap=softcap,
             layout=layout,
+            precision=precision,
             deterministic=deterministic,
         )
         self._setup(options)
@@ -242,15 +245,14 @@ class FlashAttention2:
         lse: ArrayView | None,
         at: Place,
     ) -> None:
-        lens = ("seqlens_q", "seqlens_k")
+        tensors, lens = ("q", "k", "v", "o"), ("seqlens_q", "seqlens_k")
         if at.kind == "cpu":
             host = self._host({**call, "out": o, "lse_out": lse})
             q, k, v, out = (host[n] for n in ("q", "k", "v", "out"))
             reference.forward(problem, q, k, v, out, *(host.get(n) for n in ("lse_out", *lens)))
             return
         (kernel,) = self._kernels(problem, at.index)
-        named = {**call, "o": o, "lse": lse}
-        views = self._launch_views(named, ("q", "k", "v", "o"), ("lse", *lens))
+        views = self._launch_views({**call, "o": o, "lse": lse}, tensors, ("lse", *lens))
         launch.forward(kernel, problem, views, at, self._work(at))
         self._hold(call, at)
 
@@ -260,11 +262,8 @@ class FlashAttention2:
         rows = ("dlse", "seqlens_q", "seqlens_k")
         if at.kind == "cpu":
             host = self._host(call)
-            do, q, k, v, o, lse = (host[n] for n in ("do", "q", "k", "v", "o", "lse"))
-            results = (host["dq"], host["dk"], host["dv"])
-            reference.backward(
-                problem, do, q, k, v, o, lse, *results, *(host.get(n) for n in rows)
-            )
+            given = (host[n] for n in ("do", "q", "k", "v", "o", "lse", "dq", "dk", "dv"))
+            reference.backward(problem, *given, *(host.get(n) for n in rows))
             return
         tensors = ("q", "k", "v", "o", "grad_o", "dq", "dk", "dv")
         views = self._launch_views({**call, "grad_o": call["do"]}, tensors, ("lse", *rows))

@@ -77,6 +77,8 @@ def source_of(variant: Variant) -> str:
     arguments = [str(a).lower() for a in tile.arguments]
     if kernel.atomics:
         arguments.append(str(not variant.deterministic).lower())
+    if kernel.tf32:
+        arguments.append(str(variant.tf32).lower())
     sizes = {
         "ELEMENT": C_TYPES[variant.dtype],
         "HEAD_DIM": variant.head_dim,

@@ -52,6 +52,7 @@ class Kernel:
     excludes: tuple[tuple[str, Callable[[Problem], bool]], ...] = ()
     policies: bool = True  # takes a mask and a score
     atomics: bool = False  # has an instance without them for deterministic calls
+    tf32: bool = False  # has an instance with products in TF32, for float32
     grain: Callable[[int], int] = lambda largest: 1
 
     @property
@@ -79,6 +80,7 @@ class Variant:
     mask: str = "full"
     score: str = "plain"
     deterministic: bool = False
+    tf32: bool = False
 
     @property
     def name(self) -> str:
@@ -86,7 +88,7 @@ class Variant:
         dims = f"d{self.head_dim}"
         if self.head_dim_v != self.head_dim:
             dims += f"x{self.head_dim_v}"
-        parts = [self.kernel.name, SHORT_TYPES[self.dtype], dims]
+        parts = [self.kernel.name, "tf32" if self.tf32 else SHORT_TYPES[self.dtype], dims]
         parts += [p for p in (self.mask, self.score) if p not in ("full", "plain")]
         return "_".join(parts + ["deterministic"] * self.deterministic)
 
@@ -178,6 +180,7 @@ KERNELS: tuple[Kernel, ...] = (
             WideTile(256, 16, 8, 2, 1, split=2, itemsize=8),
         ),
         excludes=(_TOO_LONG,),
+        tf32=True,
     ),
     Kernel(
         name="bwd_delta",

@@ -102,8 +102,9 @@ def variants(arch_info: DeviceInfo) -> Iterator[Variant]:
         for dim, score, dtype in itertools.product(row.head_dims, scores, row.dtypes):
             tile = _tile(row, dim, dim, dtype, score, arch_info)
             if tile is not None:
-                for mask, deterministic in itertools.product(masks, bare):
-                    yield Variant(row, tile, dtype, dim, dim, mask, score, deterministic)
+                fast = (False, True) if row.tf32 and dtype == "float32" else (False,)
+                for mask, deterministic, tf32 in itertools.product(masks, bare, fast):
+                    yield Variant(row, tile, dtype, dim, dim, mask, score, deterministic, tf32)
 
 
 def mask_of(window_left: int | None, window_right: int | None) -> str:
@@ -118,11 +119,12 @@ def _variant(row: Kernel, problem: Problem, info: DeviceInfo) -> Variant:
     score = _score(problem)
     tile = _tile(row, d, dv, problem.dtype, score, info)
     assert tile is not None, "refusal() has checked that a tile fits"
+    tf32 = row.tf32 and problem.precision == "tf32"
     if not row.policies:
-        return Variant(row, tile, problem.dtype, d, d)
+        return Variant(row, tile, problem.dtype, d, d, tf32=tf32)
     mask = mask_of(problem.window_left, problem.window_right)
     deterministic = row.atomics and problem.deterministic
-    return Variant(row, tile, problem.dtype, d, dv, mask, score, deterministic)
+    return Variant(row, tile, problem.dtype, d, dv, mask, score, deterministic, tf32)
 
 
 def _score(problem: Problem) -> str:

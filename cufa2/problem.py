@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 DTYPES = tuple(ITEMSIZES)
 LAYOUTS = ("bshd", "bhsd")
+PRECISIONS = ("tf32",)  # besides None, the accuracy of the dtype
 
 _LARGEST = 1e30  # of softmax_scale and softcap: products with float32 scores stay meaningful
 
@@ -45,6 +46,7 @@ class Options:
     """Options of a call that do not depend on the arrays; hashable, so launchers are cached by it.
 
     window_left / window_right: None is unbounded; causal is folded into window_right = 0.
+    precision: "tf32" is for float32 arrays only, which `make_problem` checks.
     """
 
     align: Align = "bottom_right"
@@ -53,6 +55,7 @@ class Options:
     softmax_scale: float | None = None
     softcap: float = 0.0
     layout: str = "bshd"
+    precision: str | None = None
     deterministic: bool = False
 
     @staticmethod
@@ -63,6 +66,7 @@ class Options:
         softmax_scale: Any = None,
         softcap: Any = 0.0,
         layout: Any = "bshd",
+        precision: Any = None,
         deterministic: Any = False,
     ) -> Options:
         """Validate and normalise; NumPy scalars and 0-d arrays count as numbers."""
@@ -71,6 +75,10 @@ class Options:
         bounds = [r for r in (right, window_right) if r is not None]
         if not isinstance(layout, str) or layout not in LAYOUTS:
             raise ValueError(f"layout={layout!r} is not one of {LAYOUTS}")
+        if precision is not None and (
+            not isinstance(precision, str) or precision not in PRECISIONS
+        ):
+            raise ValueError(f"precision={precision!r} is not one of {(None, *PRECISIONS)}")
         scale = None if softmax_scale is None else _number("softmax_scale", softmax_scale)
         cap = _number("softcap", softcap)
         if cap and not 1 / _LARGEST <= cap <= _LARGEST:
@@ -86,6 +94,7 @@ class Options:
             softmax_scale=scale,
             softcap=cap,
             layout=layout,
+            precision=precision,
             deterministic=bool(deterministic),
         )
 
@@ -96,6 +105,7 @@ class Problem:
 
     Symbols as in the formula: B batch, Sq/Sk lengths, H/Hk heads, D/Dv head dims. Windows are
     clamped to the sequence lengths, which changes no mask and keeps them small integers.
+    precision: "tf32" lets the operands of float32 products be rounded to TF32; None does not.
     """
 
     direction: Direction
@@ -114,6 +124,7 @@ class Problem:
     window_right: int | None = None
     has_seqlens_q: bool = False
     has_seqlens_k: bool = False
+    precision: str | None = None
     deterministic: bool = False
 
     @property
@@ -137,6 +148,10 @@ def make_problem(
 ) -> Problem:
     """Check q, k, v (canonical (B, S, H, D) views) against each other and build the Problem."""
     _check_dtypes(q, k, v)
+    if options.precision is not None and q.dtype != "float32":
+        raise ValueError(
+            f"precision={options.precision!r} is for float32 arrays; q, k and v are {q.dtype}"
+        )
     (b, sq, h, d), (bk, sk, hk, dk), (bv, sv, hv, dv) = q.shape, k.shape, v.shape
     if not b == bk == bv:
         raise ValueError(f"batch sizes differ: q has {b}, k has {bk}, v has {bv}")
@@ -172,6 +187,7 @@ def make_problem(
         window_right=_clamp(options.window_right, longest),
         has_seqlens_q=seqlens_q is not None,
         has_seqlens_k=seqlens_k is not None,
+        precision=options.precision,
         deterministic=options.deterministic,
     )
 

@@ -22,7 +22,7 @@ class Tile:
 
     @property
     def arguments(self) -> tuple[int | bool, ...]:
-        """Template arguments of the tile, after the element type and the head dims."""
+        """Template arguments of the tile, between the head dims and those of its variant."""
         return ()
 
     def smem_bytes(self, head_dim: int, head_dim_v: int) -> int:
@@ -98,7 +98,7 @@ class WideTile(Tile):
     @property
     def arguments(self) -> tuple[int | bool, ...]:
         sizes = self.block_q, self.block_k, self.warps, self.split, self.parts, self.slots
-        return *sizes, self.staged, False
+        return *sizes, self.staged
 
     def smem_bytes(self, head_dim: int, head_dim_v: int) -> int:
         """Q (rows in whole grains of 128 bytes a part), the slots, and scores or P."""

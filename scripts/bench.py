@@ -1,12 +1,12 @@
 """Speed of cufa2, forward or backward, beside the attention kernels that PyTorch users have.
 
 float16 and bfloat16 run beside PyTorch's FlashAttention-2, cuDNN and FlashAttention-3, float32
-beside PyTorch's memory-efficient kernel, float64 beside unfused PyTorch. All contestants run in
-one process on the same inputs. Each case is checked first (rows of two heads against float64;
-cufa2 must keep the accuracy rule, a peer that breaks it is noted), then timed in rounds of random
-order, so that a power cap hits all alike. Inputs are random and rotate through more memory than
-the L2 cache holds. With --host it measures instead what surrounds a kernel: host time, first
-calls, cached loads, peak memory.
+beside PyTorch's memory-efficient kernel, float64 beside unfused PyTorch. --precision changes what
+cufa2 does, not its peers. All contestants run in one process on the same inputs. Each case is
+checked first (rows of two heads against float64; cufa2 must keep the accuracy rule, a peer that
+breaks it is noted), then timed in rounds of random order, so that a power cap hits all alike.
+Inputs are random and rotate through more memory than the L2 cache holds. With --host it measures
+instead what surrounds a kernel: host time, first calls, cached loads, peak memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from peers import Call, Contestant, Inputs, cufa2_contestants, release, torch_pe
 from truth import check, truths
 
 from cufa2 import device
-from cufa2.problem import DTYPES, Direction
+from cufa2.problem import DTYPES, PRECISIONS, Direction
 from cufa2.testing import CASES, Case, numpy_dtype, time_gpu
 
 
@@ -204,13 +204,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="bench.sh", description=__doc__)
     parser.add_argument("direction", nargs="?", default="forward", choices=("forward", "backward"))
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
-    parser.add_argument("--precision", help="as cufa2's functions take it, such as tf32")
+    parser.add_argument("--precision", choices=PRECISIONS, help="with float32; default: as exact")
     parser.add_argument("--cases", default="*", metavar="GLOB", help="names, such as 'd128_*'")
     parser.add_argument("--host", action="store_true", help="host time, first calls, memory")
     parser.add_argument("--no-peers", action="store_true", help="time cufa2 alone")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path, default=report.RESULTS, metavar="DIR")
     args = parser.parse_args()
+    if args.precision is not None and (args.dtype != "float32" or args.host):
+        parser.error(f"--precision {args.precision} is for --dtype float32, and not with --host")
     if why := device.why_no_cuda():
         print(f"bench.sh: no GPU to measure on: {why}", file=sys.stderr)
         return 1

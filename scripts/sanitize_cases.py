@@ -33,6 +33,7 @@ from cufa2.testing import (
     assert_lse,
     gradient_noise,
     make_inputs,
+    numpy_dtype,
     plain_attention,
     plain_attention_backward,
     reference64,
@@ -48,6 +49,7 @@ class Small:
     """One problem; D and Dv are `less` and `less_v` below a compiled head dim.
 
     lying: how q, k, v, o and do lie in memory, see `lay`. few: also for the slowest tools.
+    precision: "tf32" is for the kernels alone that have it, and for float32.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Small:
     layout: str = "bshd"
     dlse: bool = False
     few: bool = False
+    precision: str | None = None
 
 
 SMALL = (
@@ -100,6 +103,10 @@ SMALL = (
     ),
     Small("one query", (2, 1, 193, 8, 1), {"causal": True}),
     Small("one query, one key, flat", (3, 1, 1, 1, 1), layout="flat"),
+    Small(
+        "TF32, causal, tails, GQA", (2, 131, 77, 4, 2), {"causal": True}, 0, 8, precision="tf32"
+    ),
+    Small("TF32, softcap", (1, 150, 201, 3, 1), {"softcap": 3.0}, 3, precision="tf32", few=True),
 )
 
 
@@ -217,8 +224,10 @@ def hide(lengths: np.ndarray | None, *tensors: np.ndarray) -> None:
 def forward(small: Small, dtype: str, dim: int, seed: int) -> None:
     """Compute o and lse of a problem on the GPU and compare; AssertionError says what is wrong."""
     (q, k, v, _), lengths = make(small, dtype, dim, seed)
-    exact = reference64(q, k, v, **small.options, **lengths)
-    plain, _ = plain_attention(q, k, v, **small.options, **lengths)
+    options = {**small.options, **lengths}
+    exact = reference64(q, k, v, **options)
+    rough = (x.astype(low_dtype(small, dtype)) for x in (q, k, v))
+    plain, plain_lse = plain_attention(*rough, **options)
     hide(lengths.get("seqlens_q"), q)
     hide(lengths.get("seqlens_k"), k, v)
     memory = Memory(small.layout)
@@ -234,6 +243,7 @@ def forward(small: Small, dtype: str, dim: int, seed: int) -> None:
         **small.options,
         **memory.lengths(lengths),
         layout="bhsd" if small.layout == "bhsd" else "bshd",
+        precision=small.precision,
         return_lse=True,
         out=axes(lay(o_base, o_how, o_shape), small.layout),
         lse_out=lse[:, 0] if small.layout == "flat" else lse,
@@ -241,7 +251,10 @@ def forward(small: Small, dtype: str, dim: int, seed: int) -> None:
     host = to_host(o_base)
     o = lay(host, o_how, o_shape)
     assert_accurate(o, exact[0], plain, "o")
-    assert_lse(to_host(lse), exact[1], dtype)
+    if small.precision is None:
+        assert_lse(to_host(lse), exact[1], dtype)
+    else:
+        assert_accurate(to_host(lse), exact[1], plain_lse, "lse")
     memory.assert_untouched()
     o[...] = nan(1, q.dtype)  # what is left now must be as it was
     if not np.array_equal(bits(host), bits(nan(host.size, host.dtype))):
@@ -259,7 +272,8 @@ def backward(small: Small, dtype: str, dim: int, seed: int, deterministic: bool)
     dlse = np.random.default_rng(seed).standard_normal(lse.shape).astype(lse.dtype)
     given_dlse = dlse if small.dlse else None
     exact = reference64_backward(do, q, k, v, dlse=given_dlse, **options)
-    plain = plain_attention_backward(do, q, k, v, dlse=given_dlse, **options)
+    rough = (x.astype(low_dtype(small, dtype)) for x in (do, q, k, v))
+    plain = plain_attention_backward(*rough, dlse=given_dlse, **options)
     noise = gradient_noise(do, q, k, v, small.options.get("softmax_scale"))
     # Rows that see no key, padding among them, must not reach a gradient either.
     dead = lse == -np.inf
@@ -281,6 +295,7 @@ def backward(small: Small, dtype: str, dim: int, seed: int, deterministic: bool)
         **small.options,
         **memory.lengths(lengths),
         layout="bhsd" if small.layout == "bhsd" else "bshd",
+        precision=small.precision,
         dlse=memory.rows("dlse", given_dlse),
         deterministic=deterministic,
     )
@@ -295,6 +310,8 @@ def backward(small: Small, dtype: str, dim: int, seed: int, deterministic: bool)
         # which tensor cores round once every 16.
         if np.abs(ref).max(initial=0) < 2**10 * allowed:
             allowed *= -(-v.shape[3] // 16)
+        if small.precision == "tf32":
+            allowed *= 2.0**13  # the noise of 11 significant bits, not of 24
         assert_accurate(x, ref, low, name, allowed)
         if x[rows].astype(np.float64).any():
             raise AssertionError(f"{name} is not 0 where nothing is seen")
@@ -309,6 +326,12 @@ def unseen(small: Small, lengths: dict[str, np.ndarray]) -> np.ndarray:
     )
     padding = np.arange(sk) >= lens_k[:, None]
     return np.repeat((padding | (lens_q == 0)[:, None])[..., None], hk, axis=2)
+
+
+def low_dtype(small: Small, dtype: str) -> Any:
+    """NumPy's type of the unfused code to compare with: float16, whose significand is as long,
+    stands for TF32."""
+    return numpy_dtype("float16" if small.precision == "tf32" else dtype)
 
 
 def lse_dtype(dtype: str) -> Any:
@@ -337,6 +360,12 @@ class Target:
     def dtypes(self) -> list[str]:
         """What the tile is made for."""
         return [t for t in self.row.dtypes if ITEMSIZES[t] == self.tile.itemsize]
+
+    def dtypes_of(self, small: Small) -> list[str]:
+        """Those of them that a problem is for."""
+        if small.precision is None:
+            return self.dtypes
+        return ["float32"] if self.row.tf32 and "float32" in self.dtypes else []
 
     def choose(self, problem: Problem, info: device.DeviceInfo) -> plan.Plan:
         """plan.choose for this card, with this row and tile in their stage.
@@ -501,8 +530,9 @@ def main() -> int:
             continue
         start = time.perf_counter()
         jobs = [
-            Job(n, number, t.dtypes[at % len(t.dtypes)], mode)
+            Job(n, number, dtypes[at % len(dtypes)], mode)
             for at, (n, t) in enumerate(chosen)
+            if (dtypes := t.dtypes_of(small))
             for mode in t.modes(info)
         ]
         for wrong in pool.map(Job.run, jobs) if pool else map(Job.run, jobs):

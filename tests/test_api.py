@@ -163,6 +163,35 @@ def test_return_types() -> None:
     assert len(grads) == 3
 
 
+def test_tf32_is_taken_and_not_needed() -> None:
+    """NumPy computes at float32 accuracy all the same; other dtypes are refused in both passes."""
+    q, k, v, do = make_inputs(SHAPE, "float32")
+    o, lse = flash_attention(q, k, v, causal=True, return_lse=True)
+    grads = flash_attention_backward(do, q, k, v, o, lse, causal=True)
+    fast: dict[str, Any] = {"causal": True, "precision": "tf32"}
+    attention = FlashAttention2(16, "float32", head_dim_v=24, causal=True, precision="tf32")
+    for made in (
+        flash_attention(q, k, v, return_lse=True, **fast),
+        attention.forward(q, k, v),
+    ):
+        for x, expected in zip(made, (o, lse), strict=True):
+            np.testing.assert_array_equal(x, expected)
+    for made in (
+        flash_attention_backward(do, q, k, v, o, lse, **fast),
+        attention.backward(do, q, k, v, o, lse),
+    ):
+        for x, expected in zip(made, grads, strict=True):
+            np.testing.assert_array_equal(x, expected)
+    wide = [x.astype(np.float64) for x in (do, q, k, v, o, lse)]
+    out = np.full_like(wide[4], np.nan)
+    message = r"^precision='tf32' is for float32 arrays; q, k and v are float64$"
+    with pytest.raises(ValueError, match=message):
+        flash_attention(*wide[1:4], precision="tf32", out=out)
+    assert np.isnan(out).all()
+    with pytest.raises(ValueError, match=message):
+        flash_attention_backward(*wide, precision="tf32")
+
+
 def test_gradient_of_lse_is_used() -> None:
     """dlse=None is the same as zeros; anything else changes dq and dk, and never dv."""
     q, k, v, do = make_inputs(SHAPE, "float64")
@@ -275,6 +304,8 @@ def test_launcher_refuses_other_arrays() -> None:
         ((8, "float32"), {"causal": "left"}, ValueError, "causal='left' is not one of"),
         ((8, "float32"), {"softcap": -1}, ValueError, "softcap=-1.0 is not within 1e-30"),
         ((8, "float32"), {"layout": "sbhd"}, ValueError, "layout='sbhd' is not one of"),
+        ((8, "float32"), {"precision": "high"}, ValueError, "is not one of (None, 'tf32')"),
+        ((8, "float16"), {"precision": "tf32"}, ValueError, "q, k and v are float16"),
         ((8, "float32"), {"window": 3}, ValueError, "window=3: window must be None or a pair"),
         ((8, "float32"), {"device": "gpu"}, ValueError, "device='gpu' is not None, 'cpu', 'cuda'"),
         ((8, "float32"), {"device": "cuda:x"}, ValueError, "device='cuda:x' is not None"),
@@ -403,7 +434,7 @@ def test_options_agree() -> None:
     forward = inspect.signature(flash_attention).parameters
     backward = inspect.signature(flash_attention_backward).parameters
     launcher = inspect.signature(FlashAttention2).parameters
-    options = ("causal", "window", "softmax_scale", "softcap", "layout")
+    options = ("causal", "window", "softmax_scale", "softcap", "layout", "precision")
     for name in options:
         for signature in (forward, backward, launcher):
             assert signature[name].kind is inspect.Parameter.KEYWORD_ONLY

@@ -272,6 +272,10 @@ def refusals(folder: Path) -> dict[str, tuple[list[str], str]]:
         "complex": (["complex.npy", *qkv[1:], "--dtype", "float32"], "q holds complex64"),
         "softcap": ([*qkv, "--softcap", "-1"], "softcap=-1.0 is not within 1e-30"),
         "window": ([*qkv, "--window", "-2", "0"], "window=[-2, 0]"),
+        "precision": (
+            [*qkv, "--dtype", "float64", "--precision", "tf32"],
+            "precision='tf32' is for float32 arrays; q, k and v are float64",
+        ),
         "scale": ([*qkv, "--softmax-scale", "nan"], "softmax_scale=nan is not finite"),
         "lengths": ([*qkv, "--seqlens-k", "lengths.npy"], "does not hold integers"),
         "long": ([*qkv, "--seqlens-k", "long.npy"], "seqlens_k[0]=14 is outside 0..13"),

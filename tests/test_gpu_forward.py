@@ -23,7 +23,7 @@ from cufa2.testing import make_inputs, numpy_dtype, plain_attention, reference64
 pytestmark = pytest.mark.gpu
 
 FORWARDS = oracle.main_kernels("forward")
-EVERY = tuple(dict.fromkeys(dtype for row in FORWARDS for dtype in row.dtypes))
+KINDS = (*dict.fromkeys(dtype for row in FORWARDS for dtype in row.dtypes), *oracle.FAST)
 FIXTURE = Path(__file__).resolve().parent / "data" / "minilm_qkv.npz"
 
 
@@ -80,6 +80,18 @@ def test_oracle_agrees_with_the_dense_formulas_on_the_host(cp: Any) -> None:
         assert 0.5 < errors[0] / errors[1] < 2, f"{dtype} {options}: plain errors {errors}"
 
 
+def test_oracle_rounds_the_operands_of_tf32(cp: Any) -> None:
+    """Scores are those of inputs with 11 significant bits; P is rounded once more."""
+    q, k, v, _ = make_inputs((2, 19, 26, 4, 2, 20, 12), "float32", 5)
+    cut = [((x.view(np.uint32) + 0x1000) & 0xFFFFE000).view(np.float32) for x in (q, k, v)]
+    exact, exact_lse = reference64(*cut, causal=True)
+    on_device = (oracle.to_device(x) for x in (q, k, v))
+    o, lse = oracle.dense(*on_device, causal=True, low=True, precision="tf32")
+    np.testing.assert_allclose(lse, exact_lse, rtol=2e-6, atol=2e-6)
+    error = np.abs(o - exact).max()
+    assert 1e-5 < error < 2.0**-11 * np.abs(v).max(), f"error of o {error:.1e}"
+
+
 # Random problems
 
 COMPILED = (0, *oracle.FORWARD.head_dims)
@@ -87,11 +99,12 @@ COMPILED = (0, *oracle.FORWARD.head_dims)
 
 @st.composite
 def problems(draw: st.DrawFn) -> dict[str, Any]:
+    fast: dict[str, Any] = {}
     if draw(st.integers(0, 4)) == 0:
         d, dv, dtype = draw(st.sampled_from(oracle.UNEQUAL))
         d, dv = (draw(st.sampled_from((n, n - 8, n - 5))) for n in (d, dv))
     else:
-        dtype = draw(st.sampled_from(EVERY))
+        dtype, fast = oracle.named(draw(st.sampled_from(KINDS)))
         size = draw(st.integers(1, len(COMPILED) - 1))
         dims = st.integers(COMPILED[size - 1] + 1, COMPILED[size])
         whole = st.sampled_from((COMPILED[size], COMPILED[size], COMPILED[size] - 8))
@@ -127,6 +140,7 @@ def problems(draw: st.DrawFn) -> dict[str, Any]:
             "window": draw(st.one_of(st.none(), st.tuples(bound, bound))),
             "softcap": draw(st.sampled_from((0.0, 0.0, 1.5, 5.0, 30.0))),
             "softmax_scale": scale and scale / math.sqrt(d),
+            **fast,
         },
         "seed": draw(st.integers(0, 1000)),
     }
@@ -184,15 +198,34 @@ def test_random_problems(cp: Any, case: dict[str, Any]) -> None:
     check(o, lse, q, k, v, str(case), **options, **lens)
 
 
-@pytest.mark.parametrize("dtype", EVERY)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dim", oracle.FORWARD.head_dims)
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("mask", MASKS)
-def test_every_kernel_of_this_card(cp: Any, mask: str, score: str, dim: int, dtype: str) -> None:
-    options = {**MASK_OPTIONS[mask], "softcap": 2.5 if score == "softcap" else 0.0}
+def test_every_kernel_of_this_card(cp: Any, mask: str, score: str, dim: int, kind: str) -> None:
+    dtype, fast = oracle.named(kind)
+    options = {**MASK_OPTIONS[mask], "softcap": 2.5 if score == "softcap" else 0.0, **fast}
     for n, (sq, sk) in enumerate(((200, 333), (129, 64), (97, 97))):
         q, k, v = inputs(2, sq, sk, 4, 2, dim, dim, dtype, n)
-        run_checked(q, k, v, f"{dtype} d{dim} {mask} {score} {sq}x{sk}", **options)
+        run_checked(q, k, v, f"{kind} d{dim} {mask} {score} {sq}x{sk}", **options)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_tf32_is_asked_for(cp: Any, dim: int) -> None:
+    """Nobody gets its error unasked, and who asks does not get the same bits slower."""
+    q, k, v = inputs(2, 200, 333, 4, 2, dim, dim, "float32")
+    for options in (opts(), opts(causal=True)):
+        exact = oracle.dense(q, k, v, **options)
+        default = run(q, k, v, **options)
+        spelled = run(q, k, v, precision=None, **options)
+        fast = run(q, k, v, precision="tf32", **options)
+        for n, (name, times) in enumerate((("o", 100), ("lse", 5))):
+            assert_same(spelled[n], default[n], f"{name} with precision=None")
+            errors = [float(np.abs(host(x[n]) - exact[n]).max()) for x in (default, fast)]
+            assert times * errors[0] < errors[1], f"{name}, {options}: {errors}"
+    for other in ("float16", "float64"):
+        with pytest.raises(ValueError, match=r"^precision='tf32' is for float32 arrays; q, k and"):
+            flash_attention(*inputs(1, 3, 3, 1, 1, 8, 8, other), precision="tf32")
 
 
 def force_tile(monkeypatch: pytest.MonkeyPatch, tile: Any) -> None:
@@ -212,24 +245,28 @@ def test_tiles_of_other_cards(cp: Any, monkeypatch: pytest.MonkeyPatch, row: Any
     assert len(tiles) >= 4, f"only {tiles}: cards with 99 and 163 KB take other tiles than an H200"
     for tile, dim in tiles:
         dtypes = [t for t in row.dtypes if numpy_dtype(t).itemsize == tile.itemsize]
+        kinds = [*dtypes, *(f for f, (t, _) in oracle.FAST.items() if row.tf32 and t in dtypes)]
         with monkeypatch.context() as patch:
             force_tile(patch, tile)
-            for n, (mask, (m, dtype)) in enumerate(itertools.product(MASKS, enumerate(dtypes))):
+            for n, (mask, (m, kind)) in enumerate(itertools.product(MASKS, enumerate(kinds))):
+                dtype, fast = oracle.named(kind)
                 score = tuple(SCORES)[(tuple(MASKS).index(mask) + m) % len(SCORES)]
                 softcap = 2.5 if score == "softcap" else 0.0
+                options = {"softcap": softcap, **MASK_OPTIONS[mask], **fast}
                 for sq, sk in ((150, 201), (129, 64)):
                     q, k, v = inputs(2, sq, sk, 2, 1, dim, dim, dtype, n)
-                    what = f"{tile} d{dim} {dtype} {mask} {score} {sq}x{sk}"
-                    run_checked(q, k, v, what, softcap=softcap, **MASK_OPTIONS[mask])
+                    what = f"{tile} d{dim} {kind} {mask} {score} {sq}x{sk}"
+                    run_checked(q, k, v, what, **options)
                 lens = opts(seqlens_q=lengths(150, 3), seqlens_k=lengths(0, 190))
                 q, k, v = inputs(2, 150, 201, 2, 1, dim, dim, dtype, n)
                 fill_nan(q[1, 3:], k[0], v[0], k[1, 190:], v[1, 190:])
-                what = f"{tile} d{dim} {dtype} {mask} {score} with lengths"
-                run_checked(q, k, v, what, softcap=softcap, **MASK_OPTIONS[mask], **lens)
+                what = f"{tile} d{dim} {kind} {mask} {score} with lengths"
+                run_checked(q, k, v, what, **options, **lens)
 
 
-@pytest.mark.parametrize("dtype", EVERY)
-def test_real_activations(cp: Any, dtype: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_real_activations(cp: Any, kind: str) -> None:
+    dtype, fast = oracle.named(kind)
     data = np.load(FIXTURE)
     real, longest = [int(n) for n in data["lengths"]], int(data["lengths"].max())
     for layer in range(len(data["layers"])):
@@ -242,7 +279,7 @@ def test_real_activations(cp: Any, dtype: str) -> None:
             padded[name] = oracle.to_device(x)
         lens = lengths(*real)
         for causal in (False, True):
-            options = opts(causal=causal, seqlens_q=lens, seqlens_k=lens)
+            options = opts(causal=causal, seqlens_q=lens, seqlens_k=lens, **fast)
             q, k, v = (padded[name] for name in "qkv")
             run_checked(q, k, v, f"layer {layer} causal={causal}", **options)
 
@@ -250,20 +287,23 @@ def test_real_activations(cp: Any, dtype: str) -> None:
 # Laws
 
 
-@pytest.mark.parametrize("dtype", EVERY)
-def test_keys_may_come_in_any_order(cp: Any, dtype: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_keys_may_come_in_any_order(cp: Any, kind: str) -> None:
+    dtype, fast = oracle.named(kind)
     q, k, v = inputs(2, 130, 333, 4, 2, 64, 64, dtype)
     order = cp.asarray(np.random.default_rng(0).permutation(333))
     mixed_k, mixed_v = (bits(x)[:, order].view(x.dtype) for x in (k, v))
-    o, lse = run(q, mixed_k, mixed_v)
-    check(o, lse, q, k, v, "permuted keys")
+    o, lse = run(q, mixed_k, mixed_v, **fast)
+    check(o, lse, q, k, v, "permuted keys", **fast)
 
 
-@pytest.mark.parametrize("dtype", EVERY)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_causal_prefix_is_the_whole_truth_of_its_rows(cp: Any, dim: int, dtype: str) -> None:
+def test_causal_prefix_is_the_whole_truth_of_its_rows(cp: Any, dim: int, kind: str) -> None:
+    dtype, fast = oracle.named(kind)
     q, k, v = inputs(2, 400, 400, 2, 1, dim, dim, dtype)
-    for options in (opts(causal=True), opts(causal="top_left", window=(70, 0))):
+    for masks in (opts(causal=True), opts(causal="top_left", window=(70, 0))):
+        options = {**masks, **fast}
         o, lse = run(q, k, v, **options)
         for n in (1, 64, 100, 128, 257, 384):
             part, part_lse = run(q[:, :n], k[:, :n], v[:, :n], **options)
@@ -271,13 +311,14 @@ def test_causal_prefix_is_the_whole_truth_of_its_rows(cp: Any, dim: int, dtype: 
             assert_same(part_lse, lse[:, :, :n], f"{options}: lse of the first {n} rows")
 
 
-@pytest.mark.parametrize("dtype", EVERY)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("heads", [(16, 2), (12, 2), (12, 3), (8, 1)])
-def test_grouped_heads_are_repeated_heads(cp: Any, heads: tuple[int, int], dtype: str) -> None:
+def test_grouped_heads_are_repeated_heads(cp: Any, heads: tuple[int, int], kind: str) -> None:
+    dtype, fast = oracle.named(kind)
     h, hk = heads
     q, k, v = inputs(2, 70, 141, h, hk, 64, 64, dtype)
     wide: Any = [cp.repeat(bits(x), h // hk, axis=2).view(x.dtype) for x in (k, v)]
-    for options in (opts(), opts(causal=True)):
+    for options in (opts(**fast), opts(causal=True, **fast)):
         for name, x, y in zip(
             ("o", "lse"), run(q, k, v, **options), run(q, *wide, **options), strict=True
         ):
@@ -312,13 +353,14 @@ def test_split_keys_merge_by_lse(cp: Any, seqlen: int, dtype: str) -> None:
     assert bool((empty_lse == -np.inf).all()), "lse of no keys"
 
 
-@pytest.mark.parametrize("dtype", EVERY)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_batch_mates_do_not_matter(cp: Any, dim: int, dtype: str) -> None:
-    b = 5
+def test_batch_mates_do_not_matter(cp: Any, dim: int, kind: str) -> None:
+    b, (dtype, fast) = 5, oracle.named(kind)
     q, k, v = inputs(b, 150, 170, 4, 2, dim, dim, dtype)
     lens_q, lens_k = [150, 3, 0, 128, 77], [170, 0, 33, 64, 170]
-    for options in (opts(), opts(causal=True, softcap=3.0), opts(window=(20, 20))):
+    for masks in (opts(), opts(causal=True, softcap=3.0), opts(window=(20, 20))):
+        options = {**masks, **fast}
         both = opts(seqlens_q=lengths(*lens_q), seqlens_k=lengths(*lens_k))
         together = run(q, k, v, **options, **both)
         for i in range(b):
@@ -341,12 +383,13 @@ def test_batch_mates_do_not_matter(cp: Any, dim: int, dtype: str) -> None:
             assert_same(among[1][i], together[1][i], f"lse of {i} among NaN, {options}")
 
 
-@pytest.mark.parametrize("dtype", EVERY)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_fifty_runs_give_the_same_bits(cp: Any, dim: int, dtype: str) -> None:
+def test_fifty_runs_give_the_same_bits(cp: Any, dim: int, kind: str) -> None:
+    dtype, fast = oracle.named(kind)
     q, k, v = inputs(2, 1023, 1025, 8, 2, dim, dim, dtype)
     busy = cp.cuda.Stream(non_blocking=True)
-    for options in (opts(causal=True), opts(softcap=5.0)):
+    for options in (opts(causal=True, **fast), opts(softcap=5.0, **fast)):
         first, first_lse = run(q, k, v, **options)
         wrong = cp.zeros(1, np.int64)
         for _ in range(50):
@@ -355,24 +398,25 @@ def test_fifty_runs_give_the_same_bits(cp: Any, dim: int, dtype: str) -> None:
             o, lse = run(q, k, v, **options)
             wrong += (bits(o) != bits(first)).sum() + (bits(lse) != bits(first_lse)).sum()
         assert int(wrong[0]) == 0, (
-            f"d{dim} {dtype} {options}: {int(wrong[0])} bits of 50 runs moved"
+            f"d{dim} {kind} {options}: {int(wrong[0])} bits of 50 runs moved"
         )
 
 
 # Known failures of other libraries, by their number in the list of cases
 
 
-@pytest.mark.parametrize("dtype", EVERY)
-def test_case_01_more_queries_than_keys(cp: Any, dtype: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_case_01_more_queries_than_keys(cp: Any, kind: str) -> None:
+    dtype, fast = oracle.named(kind)
     for sq, sk in ((5, 2), (2, 5), (130, 200), (256, 3), (129, 128)):
         q = normal((1, sq, 2, 64), dtype, 1, 3.0)
         k, v = normal((1, sk, 2, 64), dtype, 2), normal((1, sk, 2, 64), dtype, 3)
-        o, lse = run_checked(q, k, v, f"{sq}x{sk}", causal=True)
+        o, lse = run_checked(q, k, v, f"{sq}x{sk}", causal=True, **fast)
         dark = max(0, sq - sk)
         assert not bits(o[:, :dark]).any(), f"{sq}x{sk}: rows without keys are not zero"
         assert bool((lse[:, :, :dark] == -np.inf).all()), f"{sq}x{sk}: their lse is not -inf"
         assert bool(cp.isfinite(lse[:, :, dark:]).all()), f"{sq}x{sk}: the other rows' lse"
-        run_checked(q, k, v, f"{sq}x{sk} top left", causal="top_left")
+        run_checked(q, k, v, f"{sq}x{sk} top left", causal="top_left", **fast)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -413,12 +457,13 @@ def test_case_04_running_maximum_starts_low_enough(cp: Any, dim: int, dtype: str
 
 
 def test_case_05_products_beyond_float16(cp: Any) -> None:
-    for dtype in EVERY:
+    for kind in KINDS:
+        dtype, fast = oracle.named(kind)
         q = oracle.to_device(np.full((1, 70, 2, 128), 256, numpy_dtype(dtype)))
         v = normal(q.shape, dtype, 1)
-        _, lse = run_checked(q, oracle.copy(q), v, dtype)
+        _, lse = run_checked(q, oracle.copy(q), v, kind, **fast)
         expected = 256 * 256 * 128 / math.sqrt(128) + math.log(70)
-        np.testing.assert_allclose(host(lse), expected, rtol=1e-5, err_msg=dtype)
+        np.testing.assert_allclose(host(lse), expected, rtol=1e-5, err_msg=kind)
 
 
 INF_BITS = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F800000, "float64": 0x7FF << 52}
@@ -447,15 +492,17 @@ def sees(options: dict[str, Any], sq: int, sk: int) -> Any:
     return seen
 
 
-@pytest.mark.parametrize("dtype", EVERY)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dim", [32, 64, 96, 128, 192, 256])
 @pytest.mark.parametrize("where", ["k nan", "v nan", "q nan", "k inf", "v inf"])
-def test_case_06_bad_values_reach_who_sees_them(cp: Any, where: str, dim: int, dtype: str) -> None:
+def test_case_06_bad_values_reach_who_sees_them(cp: Any, where: str, dim: int, kind: str) -> None:
+    dtype, fast = oracle.named(kind)
     size = 8 * numpy_dtype(dtype).itemsize
     value = (1 << size) - 1 if where.endswith("nan") else INF_BITS[dtype]
-    for (name, options), (sq, sk, at) in itertools.product(
+    for (name, shield), (sq, sk, at) in itertools.product(
         SHIELDS.items(), ((8, 8, 5), (150, 170, 77))
     ):
+        options = {**shield, **fast}
         q, k, v = inputs(1, sq, sk, 2, 1, dim, dim, dtype)
         if where == "k inf":
             bits(q)[...] &= bits(q).dtype.type((1 << (size - 1)) - 1)  # logits of +inf, not -inf
@@ -470,7 +517,7 @@ def test_case_06_bad_values_reach_who_sees_them(cp: Any, where: str, dim: int, d
             bits(v)[:, at, :, 3] = value
         if where == "k inf" and "softcap" in options:
             continue  # a capped +inf is an ordinary logit
-        what = f"{where} at {at}, {name}, {sq}x{sk} d{dim} {dtype}"
+        what = f"{where} at {at}, {name}, {sq}x{sk} d{dim} {kind}"
         o, lse = run(q, k, v, **options)
         seen = sees(options, sq, sk)
         hit = np.arange(sq) == at if where[0] == "q" else seen[:, at]

@@ -63,13 +63,16 @@ def wanted(v: Variant, arch: str) -> bool:
     There bfloat16 has every instance but: `left`, causal's mirror image, of one head dim in the
     backward; softcap of deterministic instances and of their dq with one mask. sm_80 and sm_86,
     cards with less shared memory, have three policies, the others causal alone. float16 differs in
-    two instructions: one mask a head dim on two architectures. CUFA2_TEST_ALL_BUILDS builds all.
+    two instructions: one mask a head dim on two architectures. TF32 leaves instructions of float32
+    out: one mask a head dim on three, which have every tile. CUFA2_TEST_ALL_BUILDS builds all.
     """
     plain, causal = v.score == "plain", v.mask == "causal"
     if ALL_BUILDS or not v.kernel.policies:
         return ALL_BUILDS or v.dtype == "bfloat16" or arch == "sm_90a"
     if v.dtype == "float16":
         return causal and plain and not v.deterministic and arch in ("sm_86", "sm_90a")
+    if v.tf32:
+        return causal and plain and not v.deterministic and arch in ("sm_80", "sm_86", "sm_90a")
     three = (v.mask, v.score) in (("full", "plain"), ("causal", "plain"), ("local", "softcap"))
     if arch == "sm_90a":
         if v.head_dim == 64 or v.kernel.name == "fwd_sm80":
@@ -158,6 +161,10 @@ def test_the_builds_cover_the_table() -> None:
     used = {(v.kernel.name, v.tile) for _, v in BUILDS}
     rows = {(row.name, tile) for row in KERNELS for tile in row.tiles}
     assert used == rows, "a tile of the table serves no card"
+    fast = {(v.kernel.name, v.tile) for _, v in BUILDS if v.tf32}
+    assert fast == {
+        (row.name, t) for row in KERNELS if row.tf32 for t in row.tiles if t.itemsize == 4
+    }
 
 
 # the parameter struct

@@ -44,9 +44,10 @@ kinds = [*itertools.product(("forward", "backward"), GPU_DTYPES)]
 kinds += [("forward", dtype) for dtype in DTYPES if dtype not in GPU_DTYPES]
 
 
-def problem_of(kind: tuple[str, str], **changes: Any) -> Problem:
-    """A problem of this direction and dtype."""
-    return problem(direction=kind[0], dtype=kind[1], **changes)
+def problem_of(kind: tuple[str, str], tf32: bool, **changes: Any) -> Problem:
+    """A problem of this direction and dtype; tf32: with such products, if it may have them."""
+    precision = "tf32" if tf32 and kind[1] == "float32" else None
+    return problem(direction=kind[0], dtype=kind[1], precision=precision, **changes)
 
 
 problems = st.builds(
@@ -65,6 +66,7 @@ problems = st.builds(
     window_right=bounds,
     has_seqlens_q=st.booleans(),
     has_seqlens_k=st.booleans(),
+    tf32=st.booleans(),
     deterministic=st.booleans(),
 )
 infos = st.sampled_from(list(INFOS.values()))
@@ -93,6 +95,7 @@ def test_every_legal_problem_has_a_plan(p: Problem, info: DeviceInfo) -> None:
         assert variant.tile.least_smem <= info.smem_per_block
         assert not any(applies(p) for _, applies in row.excludes)
         assert variant.deterministic == (row.atomics and p.deterministic)
+        assert variant.tf32 == (row.tf32 and p.precision == "tf32")
         if row.policies:
             assert (variant.score == "softcap") == (p.softcap > 0)
             assert p.head_dim_v <= variant.head_dim_v <= row.max_head_dim
@@ -177,7 +180,8 @@ def test_variants_of_an_architecture(arch: str) -> None:
     seen = collections.Counter((v.kernel.name, v.head_dim, v.dtype) for v in made)
     each = len(kernels.MASKS) * len(kernels.SCORES)
     assert seen == {
-        (row.name, d, t): each * (1 + row.atomics) if row.policies else 1
+        (row.name, d, t): (each * (1 + row.atomics) if row.policies else 1)
+        * (1 + (row.tf32 and t == "float32"))
         for row in rows
         for d in row.head_dims
         for t in row.dtypes
@@ -198,6 +202,18 @@ def test_variants_hold_every_plan_with_equal_dims(arch: str, dtype: str) -> None
             for deterministic in (False, True):
                 q = dataclasses.replace(p, direction="backward", deterministic=deterministic)
                 assert set(plan.choose(q, INFOS[arch]).variants) <= made
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_variants_hold_both_precisions_of_float32(arch: str) -> None:
+    """A folder of cubins serves precision="tf32" as well; float64 and the like have one way."""
+    made = set(plan.variants(INFOS[arch]))
+    for d, precision in itertools.product(range(1, 257), (None, "tf32")):
+        p = problem(dtype="float32", head_dim=d, head_dim_v=d, precision=precision)
+        chosen = plan.choose(p, INFOS[arch]).variant
+        assert chosen in made
+        assert chosen.tf32 == (precision == "tf32")
+    assert {v.dtype for v in made if v.tf32} == {"float32"}
 
 
 def test_variant_names() -> None:
@@ -226,6 +242,9 @@ def test_variant_names() -> None:
         assert delta == "bwd_delta_bf16_d64"
         assert main == "bwd_sm80_bf16_d64" + "_deterministic" * deterministic
         assert dq == last
+    for precision, short in ((None, "fp32"), ("tf32", "tf32")):
+        p = problem(dtype="float32", window_right=0, precision=precision)
+        assert plan.choose(p, info).variant.name == f"fwd_wide_sm80_{short}_d64_causal"
 
 
 @pytest.mark.parametrize(

@@ -219,12 +219,36 @@ def test_layout_refusals(layout: Any) -> None:
         Options.make(layout=layout)
 
 
+@pytest.mark.parametrize("precision", ["TF32", "float32", "", 32, True, ["tf32"], np.zeros(2)])
+def test_precision_refusals(precision: Any) -> None:
+    with pytest.raises(
+        ValueError, match=exactly(f"precision={precision!r} is not one of (None, 'tf32')")
+    ):
+        Options.make(precision=precision)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tf32_is_for_float32(direction: Any, dtype: str) -> None:
+    assert problem(direction=direction, dtype=dtype, precision=None).precision is None
+    if dtype == "float32":
+        fast = problem(direction=direction, dtype=dtype, precision="tf32")
+        assert fast.precision == "tf32"
+        assert fast != problem(direction=direction, dtype=dtype)
+        return
+    message = f"precision='tf32' is for float32 arrays; q, k and v are {dtype}"
+    with pytest.raises(ValueError, match=exactly(message)):
+        problem(direction=direction, dtype=dtype, precision="tf32")
+
+
 def test_options_are_keys() -> None:
     """Equal options are one dictionary key; options cannot be changed."""
     a = Options.make(causal=True, window=(5, None), softmax_scale=np.float64(0.5))
     b = Options.make(causal=1, window=[np.int8(5), 0], softmax_scale=0.5)
     assert a == b
     assert len({a: 0, b: 1}) == 1
+    assert Options.make(precision=np.str_("tf32")) == Options.make(precision="tf32") != a
+    assert len({Options.make(precision="tf32"), Options.make()}) == 2
     with pytest.raises(dataclasses.FrozenInstanceError):
         a.softcap = 1.0  # type: ignore[misc]
     assert Options.make() == Options()
@@ -261,6 +285,7 @@ def test_problem_holds_what_was_asked(direction: Any, dtype: str) -> None:
         "window_right": 0,
         "has_seqlens_q": False,
         "has_seqlens_k": False,
+        "precision": None,
         "deterministic": False,
     }
     assert made.group == 2
