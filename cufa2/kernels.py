@@ -294,6 +294,7 @@ KERNELS: tuple[Kernel, ...] = (
             WideGradTile(256, 8, 16, 4, 1, split=4, stages=0, itemsize=8),
         ),
         excludes=(_TOO_LONG,),
+        tf32=True,
         grain=_columns,
     ),
     Kernel(
@@ -327,5 +328,6 @@ KERNELS: tuple[Kernel, ...] = (
             WideGradTile(256, 16, 8, 4, 1, keys=False, split=4, stages=0, itemsize=8),
         ),
         excludes=(_TOO_LONG,),
+        tf32=True,
     ),
 )

@@ -124,7 +124,7 @@ class WideGradTile(Tile):
 
     @property
     def arguments(self) -> tuple[int | bool, ...]:
-        return self.block_q, self.block_k, self.warps, self.split, self.stages, False
+        return self.block_q, self.block_k, self.warps, self.split, self.stages
 
     def smem_bytes(self, head_dim: int, head_dim_v: int) -> int:
         """Rows, stages of columns, lse and delta beside the queries; dP, and S if it is shared."""
