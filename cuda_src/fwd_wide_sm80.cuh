@@ -56,7 +56,7 @@ struct WideTile {
   static constexpr int kPartD = D / PARTS, kPartDv = DV / PARTS;      // columns of a part
   static constexpr int kSideD = kPartD / SPLIT, kSideDv = kPartDv / SPLIT;  // of them one warp's
   static constexpr int kStretchesDv = kSideDv / kStretch;
-  static constexpr int kSteps = is_same<T, float> ? 2 : 1;  // key steps of O in a fresh sum
+  static constexpr int kSteps = is_same<T, float> ? 2 : 1;  // steps of 8 in a fresh sum
 
   static constexpr int kUnits = sizeof(T) / 2;  // SmemTile counts 16-bit elements
   using Q = SmemTile<BLOCK_Q, D * kUnits>;
@@ -76,12 +76,15 @@ struct WideTile {
   static CUFA2_DEVICE int team_row(int thread) { return team(thread) * 16 * M_TILES; }
 };
 
-// acc += sum of a[i] b[i]; FRESH: as a sum of its own, added by a rounding addition.
+// acc += sum of a[i] b[i]; FRESH: as a sum of its own, added by a rounding addition. All small
+// products come first, so that few cuts are those of a large sum.
 template <bool FRESH, int STEPS, class T, class A, class B>
 CUFA2_DEVICE void accumulate(T (&acc)[4], const A (&a)[STEPS], const B (&b)[STEPS]) {
   T fresh[4] = {T(0), T(0), T(0), T(0)};
 #pragma unroll
-  for (int i = 0; i < STEPS; ++i) multiply_add(FRESH ? fresh : acc, a[i], b[i]);
+  for (int i = 0; i < STEPS; ++i) multiply_add_small(FRESH ? fresh : acc, a[i], b[i]);
+#pragma unroll
+  for (int i = 0; i < STEPS; ++i) multiply_add_large(FRESH ? fresh : acc, a[i], b[i]);
 #pragma unroll
   for (int e = 0; FRESH && e < 4; ++e) acc[e] += fresh[e];
 }
@@ -92,33 +95,40 @@ CUFA2_DEVICE void accumulate(T (&acc)[4], const A (&a)[STEPS], const B (&b)[STEP
 template <class Tile, class QReader, class KReader>
 CUFA2_DEVICE void multiply_qk(typename Tile::Scores& s, const QReader& q, const KReader& k) {
   using T = typename Tile::T;
-  constexpr int kTiles = KReader::kTiles;
+  constexpr int kTiles = KReader::kTiles, kSteps = Tile::kSteps;
+  constexpr int kTurns = KReader::kSteps / kSteps;
 #pragma unroll 1
   for (int stretch = 0; stretch < Tile::kSideD / Tile::kStretch; ++stretch) {
-#pragma unroll (Tile::kHalves ? 1 : KReader::kSteps)
-    for (int kk = 0; kk < KReader::kSteps; ++kk) {
-      Operand<T, Tile::kTf32, 4> a[Tile::M_TILES][1];
+#pragma unroll (Tile::kHalves ? 1 : kTurns)
+    for (int turn = 0; turn < kTurns; ++turn) {
+      Operand<T, Tile::kTf32, 4> a[Tile::M_TILES][kSteps];
 #pragma unroll
-      for (int m = 0; m < Tile::M_TILES; ++m) {
-        T x[4];
-        q.load_a(x, m, stretch, kk);
+      for (int m = 0; m < Tile::M_TILES; ++m)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) a[m][0].set(e, x[e]);
-      }
+        for (int i = 0; i < kSteps; ++i) {
+          T x[4];
+          q.load_a(x, m, stretch, turn * kSteps + i);
 #pragma unroll
-      for (int i = 0; i < Tile::Scores::N_TILES / kTiles; ++i) {
-        T x[kTiles][2];
-        k.load_b(x, i, stretch, kk);
+          for (int e = 0; e < 4; ++e) a[m][i].set(e, x[e]);
+        }
 #pragma unroll
-        for (int n = 0; n < kTiles; ++n) {
-          Operand<T, Tile::kTf32, 2> b[1];
-          b[0].set(0, x[n][0]);
-          b[0].set(1, x[n][1]);
+      for (int n = 0; n < Tile::Scores::N_TILES; n += kTiles) {
+        Operand<T, Tile::kTf32, 2> b[kTiles][kSteps];
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) {
+          T x[kTiles][2];
+          k.load_b(x, n / kTiles, stretch, turn * kSteps + i);
+#pragma unroll
+          for (int j = 0; j < kTiles; ++j)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) b[j][i].set(e, x[j][e]);
+        }
+#pragma unroll
+        for (int j = 0; j < kTiles; ++j)
 #pragma unroll
           for (int m = 0; m < Tile::M_TILES; ++m) {
-            accumulate<Tile::kHalves>(s.at[m][kTiles * i + n], a[m], b);
+            accumulate<Tile::kHalves>(s.at[m][n + j], a[m], b[j]);
           }
-        }
       }
     }
   }
