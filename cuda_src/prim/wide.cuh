@@ -35,29 +35,6 @@ template <class T> CUFA2_DEVICE bool is_finite(T x) { return fabs(x) < T(inf());
 CUFA2_DEVICE float larger(float a, float b) { return fmaxf(a, b); }
 CUFA2_DEVICE double larger(double a, double b) { return b > a ? b : a; }
 
-// 2^x to one ulp for x < 1024, zero below 2^-1022; NaN stays NaN. What rounding x to an integer
-// leaves, |f| <= 1/2, goes through a polynomial of 2^f that is good to 2^-55. Unlike exp2() it has
-// no branch, so that the exponentials of a row overlap.
-CUFA2_DEVICE double power_of_2(double x) {
-  constexpr double kShift = 0x1.8p52;  // its unit in the last place is 1
-  const double shifted = x + kShift, f = x - (shifted - kShift);
-  double y = 0x1.c062d7c810824p-32;
-  y = fma(y, f, 0x1.e605f960b6a12p-28);
-  y = fma(y, f, 0x1.b541680643fabp-24);
-  y = fma(y, f, 0x1.62bfd49ed6ee8p-20);
-  y = fma(y, f, 0x1.ffcbee3ae07b2p-17);
-  y = fma(y, f, 0x1.4309130961180p-13);
-  y = fma(y, f, 0x1.5d87fe7bbbe89p-10);
-  y = fma(y, f, 0x1.3b2ab6fba1e1cp-7);
-  y = fma(y, f, 0x1.c6b08d7048f31p-5);
-  y = fma(y, f, 0x1.ebfbdff82c598p-3);
-  y = fma(y, f, 0x1.62e42fefa39f3p-1);
-  y = fma(y, f, 1.0);
-  const double scale = __hiloint2double((__double2loint(shifted) + 1023) << 20, 0);
-  return shifted < kShift - 1022 ? 0.0 : y * scale;
-}
-CUFA2_DEVICE float power_of_2(float x) { return exp2_approx(x); }
-
 // SIZE elements of a lane's A (4) or B (2) operand, as the tensor core takes them: float64 as it
 // is, float32 rounded to TF32 or, at float32 accuracy, split.
 template <class T, bool TF32, int SIZE> struct Operand {
@@ -66,8 +43,8 @@ template <class T, bool TF32, int SIZE> struct Operand {
   CUFA2_DEVICE void set_finite(int i, T x) { set(i, x); }
 };
 
-// x rounded to TF32: one instruction since Hopper. Before, cvt.rna.tf32 would be three; without its
-// care for NaN and Inf two do.
+// x rounded to TF32: one instruction since Hopper. Before, cvt.rna.tf32 would be four, most of
+// them for NaN and Inf, of which the callers take care.
 CUFA2_DEVICE u32 rounded_to_tf32(float x) {
 #if __CUDA_ARCH__ >= 900
   u32 y;
