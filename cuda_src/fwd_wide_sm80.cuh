@@ -8,10 +8,11 @@
 // Products: float64 has its own tensor-core product. A float32 one is three TF32 products of the
 // operands' halves (prim/wide.cuh), or one where precision="tf32" asks for it. The tensor core
 // cuts where an addition should round, always towards zero, so that over thousands of keys one sum
-// would drift. Sums of float32 start afresh with every 8 columns of S and 16 keys of O and are
-// added to the rest by an ordinary addition: errors stay at those of a plain float32 loop or below
-// (with 32 keys they would be up to twice as large). With one TF32 product per element S is a
-// single sum: its few steps lose nothing that the rounding of the operands has not.
+// would drift. Sums of float32 start afresh with every 16 columns of S and 16 keys of O, the small
+// products first, so that only two products meet a large sum, and are added to the rest by an
+// ordinary addition: errors stay at those of a plain float32 loop or below (with 32 columns or
+// keys they would be up to half as large again). With one TF32 product per element S is a single
+// sum: its few steps lose nothing that the rounding of the operands has not.
 //
 // Memory: K and V blocks, in PARTS parts of their columns, take turns in a ring of SLOTS slots.
 // Each is waited for at its turn, and the barrier that publishes it also frees the slot before it
@@ -56,7 +57,7 @@ struct WideTile {
   static constexpr int kPartD = D / PARTS, kPartDv = DV / PARTS;      // columns of a part
   static constexpr int kSideD = kPartD / SPLIT, kSideDv = kPartDv / SPLIT;  // of them one warp's
   static constexpr int kStretchesDv = kSideDv / kStretch;
-  static constexpr int kSteps = is_same<T, float> ? 2 : 1;  // key steps of O in a fresh sum
+  static constexpr int kSteps = is_same<T, float> ? 2 : 1;  // steps of 8 in a fresh sum
 
   static constexpr int kUnits = sizeof(T) / 2;  // SmemTile counts 16-bit elements
   using Q = SmemTile<BLOCK_Q, D * kUnits>;
@@ -76,50 +77,51 @@ struct WideTile {
   static CUFA2_DEVICE int team_row(int thread) { return team(thread) * 16 * M_TILES; }
 };
 
-// acc += sum of a[i] b[i]; FRESH: as a sum of its own, added by a rounding addition.
+// acc += sum of a[i] b[i]; FRESH: as a sum of its own, added by a rounding addition. All small
+// products come first, so that few cuts are those of a large sum.
 template <bool FRESH, int STEPS, class T, class A, class B>
 CUFA2_DEVICE void accumulate(T (&acc)[4], const A (&a)[STEPS], const B (&b)[STEPS]) {
   T fresh[4] = {T(0), T(0), T(0), T(0)};
 #pragma unroll
-  for (int i = 0; i < STEPS; ++i) multiply_add(FRESH ? fresh : acc, a[i], b[i]);
+  for (int i = 0; i < STEPS; ++i) multiply_add_small(FRESH ? fresh : acc, a[i], b[i]);
+#pragma unroll
+  for (int i = 0; i < STEPS; ++i) multiply_add_large(FRESH ? fresh : acc, a[i], b[i]);
 #pragma unroll
   for (int e = 0; FRESH && e < 4; ++e) acc[e] += fresh[e];
 }
 
 // S += Q K^T for one key block, over this warp's columns of a part. Products of halves are many:
 // where they stand in one piece of code, ptxas keeps more of them in flight than there are
-// registers, so they come in loops that are not unrolled, and behind branches.
+// registers, so they come in a loop that is not unrolled.
 template <class Tile, class QReader, class KReader>
 CUFA2_DEVICE void multiply_qk(typename Tile::Scores& s, const QReader& q, const KReader& k) {
   using T = typename Tile::T;
-  constexpr int kTiles = KReader::kTiles;
-#pragma unroll 1
-  for (int stretch = 0; stretch < Tile::kSideD / Tile::kStretch; ++stretch) {
-#pragma unroll (Tile::kHalves ? 1 : KReader::kSteps)
-    for (int kk = 0; kk < KReader::kSteps; ++kk) {
-      Operand<T, Tile::kTf32, 4> a[Tile::M_TILES][1];
+  constexpr int kSteps = Tile::kSteps, kTurns = Tile::kStretch / (8 * kSteps);  // of a stretch
+  static_assert(KReader::kRun == kSteps, "what is read at once is one fresh sum");
+#pragma unroll (Tile::kHalves ? 1 : kTurns)
+  for (int turn = 0; turn < Tile::kSideD / (8 * kSteps); ++turn) {
+    const int stretch = turn / kTurns, step = turn % kTurns * kSteps;
+    Operand<T, Tile::kTf32, 4> a[Tile::M_TILES][kSteps];
 #pragma unroll
-      for (int m = 0; m < Tile::M_TILES; ++m) {
+    for (int m = 0; m < Tile::M_TILES; ++m)
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
         T x[4];
-        q.load_a(x, m, stretch, kk);
+        q.load_a(x, m, stretch, step + i);
 #pragma unroll
-        for (int e = 0; e < 4; ++e) a[m][0].set(e, x[e]);
+        for (int e = 0; e < 4; ++e) a[m][i].set(e, x[e]);
       }
 #pragma unroll
-      for (int i = 0; i < Tile::Scores::N_TILES / kTiles; ++i) {
-        T x[kTiles][2];
-        k.load_b(x, i, stretch, kk);
+    for (int n = 0; n < Tile::Scores::N_TILES; ++n) {
+      T x[kSteps][2];
+      k.load_run(x, n, stretch, step);
+      Operand<T, Tile::kTf32, 2> b[kSteps];
 #pragma unroll
-        for (int n = 0; n < kTiles; ++n) {
-          Operand<T, Tile::kTf32, 2> b[1];
-          b[0].set(0, x[n][0]);
-          b[0].set(1, x[n][1]);
+      for (int i = 0; i < kSteps; ++i)
 #pragma unroll
-          for (int m = 0; m < Tile::M_TILES; ++m) {
-            accumulate<Tile::kHalves>(s.at[m][kTiles * i + n], a[m], b);
-          }
-        }
-      }
+        for (int e = 0; e < 2; ++e) b[i].set(e, x[i][e]);
+#pragma unroll
+      for (int m = 0; m < Tile::M_TILES; ++m) accumulate<Tile::kHalves>(s.at[m][n], a[m], b);
     }
   }
 }
@@ -404,7 +406,7 @@ CUFA2_DEVICE bool attend(const FwdParams& p, const TileFrame& frame, u32 q_tile,
         multiply_qk<Tile>(s,
                           RowReader<T, typename Tile::Q>::for_a(
                               q_rows + part * Tile::kPartD * sizeof(T) + column, lane),
-                          RowReader<T, typename Tile::K>::for_b(ring + slot + column, lane));
+                          RowReader<T, typename Tile::K>::for_run(ring + slot + column, lane));
       }
       if (seen && part == PARTS - 1) {
         if constexpr (Tile::SPLIT > 1) sum_sides<Tile>(s, scores);

@@ -161,8 +161,7 @@ KERNELS: tuple[Kernel, ...] = (
         dtypes=_WIDE,
         head_dims=_HEAD_DIMS,
         tiles=(
-            WideTile(64, 128, 32, 4, 3, staged=True, least_smem=200 << 10, itemsize=4),
-            WideTile(64, 128, 32, 4, 2, staged=True, itemsize=4),
+            WideTile(64, 128, 32, 4, 2, itemsize=4),
             WideTile(64, 128, 32, 8, 1, itemsize=8),
             WideTile(96, 128, 32, 4, 2, itemsize=4),
             WideTile(128, 256, 32, 8, 1, max_cc=(8, 0), itemsize=4),

@@ -53,29 +53,6 @@ template <class T> CUFA2_DEVICE bool is_finite(T x) { return fabs(x) < T(inf());
 CUFA2_DEVICE float larger(float a, float b) { return fmaxf(a, b); }
 CUFA2_DEVICE double larger(double a, double b) { return b > a ? b : a; }
 
-// 2^x to one ulp for x < 1024, zero below 2^-1022; NaN stays NaN. What rounding x to an integer
-// leaves, |f| <= 1/2, goes through a polynomial of 2^f that is good to 2^-55. Unlike exp2() it has
-// no branch, so that the exponentials of a row overlap.
-CUFA2_DEVICE double power_of_2(double x) {
-  constexpr double kShift = 0x1.8p52;  // its unit in the last place is 1
-  const double shifted = x + kShift, f = x - (shifted - kShift);
-  double y = 0x1.c062d7c810824p-32;
-  y = fma(y, f, 0x1.e605f960b6a12p-28);
-  y = fma(y, f, 0x1.b541680643fabp-24);
-  y = fma(y, f, 0x1.62bfd49ed6ee8p-20);
-  y = fma(y, f, 0x1.ffcbee3ae07b2p-17);
-  y = fma(y, f, 0x1.4309130961180p-13);
-  y = fma(y, f, 0x1.5d87fe7bbbe89p-10);
-  y = fma(y, f, 0x1.3b2ab6fba1e1cp-7);
-  y = fma(y, f, 0x1.c6b08d7048f31p-5);
-  y = fma(y, f, 0x1.ebfbdff82c598p-3);
-  y = fma(y, f, 0x1.62e42fefa39f3p-1);
-  y = fma(y, f, 1.0);
-  const double scale = __hiloint2double((__double2loint(shifted) + 1023) << 20, 0);
-  return shifted < kShift - 1022 ? 0.0 : y * scale;
-}
-CUFA2_DEVICE float power_of_2(float x) { return exp2_approx(x); }
-
 // SIZE elements of a lane's A (4) or B (2) operand, as the tensor core takes them: float64 as it
 // is, float32 rounded to TF32 or, at float32 accuracy, split.
 template <class T, bool TF32, int SIZE> struct Operand {
@@ -83,6 +60,18 @@ template <class T, bool TF32, int SIZE> struct Operand {
   CUFA2_DEVICE void set(int i, T x) { at[i] = x; }
   CUFA2_DEVICE void set_finite(int i, T x) { set(i, x); }
 };
+
+// x rounded to TF32: one instruction since Hopper. Before, cvt.rna.tf32 would be four, most of
+// them for NaN and Inf, of which the callers take care.
+CUFA2_DEVICE u32 rounded_to_tf32(float x) {
+#if __CUDA_ARCH__ >= 900
+  u32 y;
+  asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+  return y;
+#else
+  return (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
+#endif
+}
 
 // Half a unit in the last place of TF32 is added, the tensor core cuts. Adding it as a float keeps
 // NaN and Inf what they are.
@@ -99,18 +88,17 @@ template <int SIZE> struct Operand<float, true, SIZE> {
   }
 };
 
-// Both halves come out of three instructions; cvt.rna.tf32 alone is four. A non-finite x, or one
-// that rounds to infinity, makes lo NaN or Inf of the other sign: NaN in every product.
+// A non-finite x, or one that rounds to infinity, makes lo NaN or Inf of the other sign: NaN in
+// every product.
 template <int SIZE> struct Operand<float, false, SIZE> {
   u32 hi[SIZE], lo[SIZE];
   CUFA2_DEVICE void set(int i, float x) {
-    hi[i] = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
+    hi[i] = rounded_to_tf32(x);
     lo[i] = __float_as_uint(x - __uint_as_float(hi[i]));
   }
   // For any finite x: cuts where rounding would give infinity.
   CUFA2_DEVICE void set_finite(int i, float x) {
-    const u32 half = fabsf(x) < 0x1.ffep127f ? 0x1000u : 0u;
-    hi[i] = (__float_as_uint(x) + half) & 0xffffe000u;
+    hi[i] = fabsf(x) < 0x1.ffep127f ? rounded_to_tf32(x) : __float_as_uint(x) & 0xffffe000u;
     lo[i] = __float_as_uint(x - __uint_as_float(hi[i]));
   }
 };
@@ -138,15 +126,26 @@ CUFA2_DEVICE void mma_m16n8k8(double (&d)[4], const double (&a)[4], const double
 #endif
 }
 
-// D += A B in the operands' precision.
-template <class T>
-CUFA2_DEVICE void multiply_add(T (&d)[4], const Operand<T, is_same<T, float>, 4>& a,
-                               const Operand<T, is_same<T, float>, 2>& b) {
-  mma_m16n8k8(d, a.at, b.at);
-}
-CUFA2_DEVICE void multiply_add(float (&d)[4], const Operand<float, false, 4>& a,
-                               const Operand<float, false, 2>& b) {
+// D += A B in the operands' precision: first the small products of halves, where there are any,
+// then the large one.
+template <class A, class B, class T>
+CUFA2_DEVICE void multiply_add_small(T (&d)[4], const A& a, const B& b) {}
+CUFA2_DEVICE void multiply_add_small(float (&d)[4], const Operand<float, false, 4>& a,
+                                     const Operand<float, false, 2>& b) {
   mma_m16n8k8(d, a.lo, b.hi);
   mma_m16n8k8(d, a.hi, b.lo);
+}
+template <class T>
+CUFA2_DEVICE void multiply_add_large(T (&d)[4], const Operand<T, is_same<T, float>, 4>& a,
+                                     const Operand<T, is_same<T, float>, 2>& b) {
+  mma_m16n8k8(d, a.at, b.at);
+}
+CUFA2_DEVICE void multiply_add_large(float (&d)[4], const Operand<float, false, 4>& a,
+                                     const Operand<float, false, 2>& b) {
   mma_m16n8k8(d, a.hi, b.hi);
+}
+template <class T, class A, class B>
+CUFA2_DEVICE void multiply_add(T (&d)[4], const A& a, const B& b) {
+  multiply_add_small(d, a, b);
+  multiply_add_large(d, a, b);
 }

@@ -54,11 +54,12 @@ template <class T, int M_TILES_, int N_TILES_> struct WideAccumulator {
 };
 
 // Reads the operands of step kk of a stretch of Q and K, [n][k]: rows 16 * m + {g, g + 8} of Q as
-// A, and rows 8 * n + g of K as B of the kTiles products from n = kTiles * i on.
+// A, and rows 8 * n + g of K as B: that of the kTiles products from n = kTiles * i on, by `for_b`
+// and `load_b`, or of product n in the kRun steps from step kk on, by `for_run` and `load_run`.
 template <class T, class Smem> struct RowReader {
   static_assert(is_same<T, double>, "float has a reader of its own");
   static constexpr int kSteps = 2;  // of a stretch
-  static constexpr int kTiles = 1;
+  static constexpr int kTiles = 1, kRun = 1;
   u32 even, odd;  // the lane's chunks of row g
 
   static CUFA2_DEVICE RowReader for_a(u32 tile, int lane) {
@@ -66,12 +67,16 @@ template <class T, class Smem> struct RowReader {
     return {tile + Smem::offset(g, 2 * t), tile + Smem::offset(g, 2 * t + 1)};
   }
   static CUFA2_DEVICE RowReader for_b(u32 tile, int lane) { return for_a(tile, lane); }
+  static CUFA2_DEVICE RowReader for_run(u32 tile, int lane) { return for_a(tile, lane); }
 
   CUFA2_DEVICE void load_b(double (&b)[1][2], int i, int stretch, int kk) const {
     const u32 row = (kk % 2 ? odd : even) + i * 8 * Smem::kRowBytes;
     const Piece<double> piece = load_piece<double>(row + stretch * 128);
     b[0][0] = piece.at[0];
     b[0][1] = piece.at[1];
+  }
+  CUFA2_DEVICE void load_run(double (&b)[1][2], int n, int stretch, int kk) const {
+    load_b(b, n, stretch, kk);
   }
   CUFA2_DEVICE void load_a(double (&a)[4], int m, int stretch, int kk) const {
     double rows[2][1][2];
@@ -84,7 +89,7 @@ template <class T, class Smem> struct RowReader {
 
 template <class Smem> struct RowReader<float, Smem> {
   static constexpr int kSteps = 4;
-  static constexpr int kTiles = 2;
+  static constexpr int kTiles = 2, kRun = 2;
   FragmentReader<Smem> reader;
 
   static CUFA2_DEVICE RowReader for_a(u32 tile, int lane) {
@@ -92,6 +97,11 @@ template <class Smem> struct RowReader<float, Smem> {
   }
   static CUFA2_DEVICE RowReader for_b(u32 tile, int lane) {
     return {FragmentReader<Smem>::by_pair(tile, lane)};
+  }
+  // Lanes address rows 0-7, one chunk after the other.
+  static CUFA2_DEVICE RowReader for_run(u32 tile, int lane) {
+    const int row = lane & 7;
+    return {{tile + row * Smem::kRowBytes, static_cast<u32>((lane >> 3) ^ Smem::swizzle(row))}};
   }
   CUFA2_DEVICE void load_a(float (&a)[4], int row, int stretch, int kk) const {
     u32 r[4];
@@ -104,6 +114,13 @@ template <class Smem> struct RowReader<float, Smem> {
     load_a(r, i, stretch, kk);
 #pragma unroll
     for (int e = 0; e < 4; ++e) b[e >> 1][e & 1] = r[e];
+  }
+  // kk is even.
+  CUFA2_DEVICE void load_run(float (&b)[2][2], int n, int stretch, int kk) const {
+    u32 r[4];
+    ldmatrix_x4(r, reader.address(0, kk) + n * 8 * Smem::kRowBytes + stretch * 128);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) b[e >> 1][e & 1] = __uint_as_float(r[e]);
   }
 };
 
