@@ -49,8 +49,6 @@ struct WideGradTile {
   static constexpr int D = (D_ + kGrain - 1) / kGrain * kGrain;
   static constexpr int DV = (DV_ + kGrain - 1) / kGrain * kGrain;
   static constexpr int kSideD = D / SPLIT, kSideDv = DV / SPLIT;
-  static constexpr int kStretches = kSideD / (8 * kPiece);
-  static constexpr int kStretchesDv = kSideDv / (8 * kPiece);
 
   static constexpr int kUnits = sizeof(T) / 2;  // SmemTile counts 16-bit elements
   using RowD = SmemTile<ROWS, D * kUnits>;
@@ -391,9 +389,9 @@ CUFA2_DEVICE bool differentiate(const BwdParams& p, const Frame& frame, u32 memo
       const u32 rows = memory + Tile::RowD::kBytes +
                        Tile::team_row(thread) * Tile::RowDv::kRowBytes + side;
       s.clear();
-      multiply_rows<Tile::kTf32, Tile::kStretchesDv>(
+      multiply_rows<Tile::kTf32, Tile::kSideDv>(
           s, RowReader<T, typename Tile::RowDv>::for_a(rows, lane),
-          RowReader<T, typename Tile::ColumnDv>::for_b(stage + Tile::kColumnDv + side, lane));
+          RowReader<T, typename Tile::ColumnDv>::for_run(stage + Tile::kColumnDv + side, lane));
       store_scores<Tile>(Layout(memory, thread).own(), s);
     }
     take_turns(false);
@@ -403,9 +401,9 @@ CUFA2_DEVICE bool differentiate(const BwdParams& p, const Frame& frame, u32 memo
         const u32 side = Tile::side(thread) * Tile::kSideD * sizeof(T);
         const u32 rows = memory + Tile::team_row(thread) * Tile::RowD::kRowBytes + side;
         s.clear();
-        multiply_rows<Tile::kTf32, Tile::kStretches>(
+        multiply_rows<Tile::kTf32, Tile::kSideD>(
             s, RowReader<T, typename Tile::RowD>::for_a(rows, lane),
-            RowReader<T, typename Tile::ColumnD>::for_b(stage + side, lane));
+            RowReader<T, typename Tile::ColumnD>::for_run(stage + side, lane));
       }
       if constexpr (SPLIT > 1) {
         const int thread = thread_index();

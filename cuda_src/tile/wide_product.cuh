@@ -7,52 +7,52 @@
 #pragma once
 #include "wide.cuh"
 
-// acc += sum of a[i] b[i]; FRESH: as a sum of its own, added by a rounding addition.
+// acc += sum of a[i] b[i]; FRESH: as a sum of its own, added by a rounding addition. All small
+// products come first, so that few cuts are those of a large sum.
 template <bool FRESH, int STEPS, class T, class A, class B>
 CUFA2_DEVICE void accumulate(T (&acc)[4], const A (&a)[STEPS], const B (&b)[STEPS]) {
   T fresh[4] = {T(0), T(0), T(0), T(0)};
 #pragma unroll
-  for (int i = 0; i < STEPS; ++i) multiply_add(FRESH ? fresh : acc, a[i], b[i]);
+  for (int i = 0; i < STEPS; ++i) multiply_add_small(FRESH ? fresh : acc, a[i], b[i]);
+#pragma unroll
+  for (int i = 0; i < STEPS; ++i) multiply_add_large(FRESH ? fresh : acc, a[i], b[i]);
 #pragma unroll
   for (int e = 0; FRESH && e < 4; ++e) acc[e] += fresh[e];
 }
 
-// D += A B^T over STRETCHES stretches of columns of two [row][column] tiles. With one TF32 product
-// per element D is a single sum: its few steps lose nothing that the rounding of the operands has
-// not. Products of halves are many: where they stand in one piece of code, ptxas keeps more of
-// them in flight than there are registers, so they come in a loop that is not unrolled.
-template <bool TF32, int STRETCHES, class T, int M_TILES, int N_TILES, class A, class B>
+// D += A B^T over COLUMNS columns of two [row][column] tiles. With one TF32 product per element D
+// is a single sum: its few steps lose nothing that the rounding of the operands has not. Products
+// of halves are many: where they stand in one piece of code, ptxas keeps more of them in flight
+// than there are registers, so they come in a loop that is not unrolled.
+template <bool TF32, int COLUMNS, class T, int M_TILES, int N_TILES, class A, class B>
 CUFA2_DEVICE void multiply_rows(WideAccumulator<T, M_TILES, N_TILES>& d, const A& a_rows,
                                 const B& b_rows) {
   constexpr bool kHalves = is_same<T, float> && !TF32;
-  static_assert(N_TILES % B::kTiles == 0, "B operands come in pairs");
-#pragma unroll 1
-  for (int stretch = 0; stretch < STRETCHES; ++stretch) {
-#pragma unroll (kHalves ? 1 : B::kSteps)
-    for (int kk = 0; kk < B::kSteps; ++kk) {
-      Operand<T, TF32, 4> a[M_TILES][1];
+  constexpr int kSteps = B::kRun, kTurns = B::kSteps / kSteps;  // of a stretch
+#pragma unroll (kHalves ? 1 : kTurns)
+  for (int turn = 0; turn < COLUMNS / (8 * kSteps); ++turn) {
+    const int stretch = turn / kTurns, step = turn % kTurns * kSteps;
+    Operand<T, TF32, 4> a[M_TILES][kSteps];
 #pragma unroll
-      for (int m = 0; m < M_TILES; ++m) {
+    for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
         T x[4];
-        a_rows.load_a(x, m, stretch, kk);
+        a_rows.load_a(x, m, stretch, step + i);
 #pragma unroll
-        for (int e = 0; e < 4; ++e) a[m][0].set(e, x[e]);
+        for (int e = 0; e < 4; ++e) a[m][i].set(e, x[e]);
       }
 #pragma unroll
-      for (int i = 0; i < N_TILES / B::kTiles; ++i) {
-        T x[B::kTiles][2];
-        b_rows.load_b(x, i, stretch, kk);
+    for (int n = 0; n < N_TILES; ++n) {
+      T x[kSteps][2];
+      b_rows.load_run(x, n, stretch, step);
+      Operand<T, TF32, 2> b[kSteps];
 #pragma unroll
-        for (int n = 0; n < B::kTiles; ++n) {
-          Operand<T, TF32, 2> b[1];
-          b[0].set(0, x[n][0]);
-          b[0].set(1, x[n][1]);
+      for (int i = 0; i < kSteps; ++i)
 #pragma unroll
-          for (int m = 0; m < M_TILES; ++m) {
-            accumulate<kHalves>(d.at[m][B::kTiles * i + n], a[m], b);
-          }
-        }
-      }
+        for (int e = 0; e < 2; ++e) b[i].set(e, x[i][e]);
+#pragma unroll
+      for (int m = 0; m < M_TILES; ++m) accumulate<kHalves>(d.at[m][n], a[m], b);
     }
   }
 }
