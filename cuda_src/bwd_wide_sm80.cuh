@@ -43,7 +43,7 @@ struct WideGradTile {
   static_assert(ROWS * SPLIT == 16 * WARPS * M_TILES, "warps split the rows evenly");
   static_assert(WARPS % SPLIT == 0 && WARPS / SPLIT < 16, "one named barrier per SPLIT warps");
   static_assert(kWorkRows % COLUMNS == 0, "work arrays hold whole blocks of columns");
-  static_assert(STAGES > 0 || (SPLIT > 1 && !kHalves), "P waits; mending needs all operands");
+  static_assert(STAGES > 0 || !kHalves, "plain arithmetic needs all operands");
 
   static constexpr int kPiece = Piece<T>::kSize;
   static constexpr int kGrain = 8 * kPiece * SPLIT;  // sides have whole stretches
@@ -61,7 +61,7 @@ struct WideGradTile {
   using GradDv = WideAccumulator<T, M_TILES, kSideDv / 8>;
 
   // Shared memory: the rows, lse and delta (of a stage, if they belong to columns), the stages,
-  // and per warp dS and, if warps share it, P.
+  // and per warp dS and P.
   static constexpr int kFactBytes = 2 * (KEYS ? COLUMNS : ROWS) * sizeof(T);
   static constexpr int kRowFacts = RowD::kBytes + RowDv::kBytes;
   static constexpr int kColumnDv = STAGES ? ColumnD::kBytes : 0;
@@ -72,7 +72,7 @@ struct WideGradTile {
   static constexpr int kStages = kRowFacts + (KEYS ? 0 : kFactBytes);
   static constexpr int kWeights = kStages + (STAGES == 2 ? 2 : 1) * kStageBytes;
   static constexpr int kScoreBytes = 16 * M_TILES * COLUMNS * sizeof(T);
-  static constexpr int kBytes = kWeights + WARPS * kScoreBytes * (SPLIT > 1 ? 2 : 1);
+  static constexpr int kBytes = kWeights + 2 * WARPS * kScoreBytes;
 
   // Which rows (in units of SPLIT warps) and which side of the columns a thread's warp has.
   static CUFA2_DEVICE int team(int thread) { return thread / (32 * SPLIT); }
@@ -144,80 +144,108 @@ CUFA2_DEVICE void load_stage(const BwdParams& p, const Frame& frame, u32 stage, 
   cp_async_commit();
 }
 
+// This warp's side of the product of its rows with a block of columns, S or dP, goes to where the
+// team's scores are, `place` further on.
+template <class Tile, class RowSmem, class ColumnSmem>
+CUFA2_DEVICE void multiply_scores(u32 memory, u32 rows, u32 columns, u32 place) {
+  using T = typename Tile::T;
+  constexpr int kSide = ColumnSmem::COLS / Tile::kUnits / Tile::SPLIT;
+  const int thread = thread_index(), lane = thread % 32, side = Tile::side(thread);
+  const u32 first = side * kSide * sizeof(T);
+  typename Tile::Scores s;
+  s.clear();
+  multiply_rows<Tile::kTf32, kSide>(
+      s,
+      RowReader<T, RowSmem>::for_a(rows + Tile::team_row(thread) * RowSmem::kRowBytes + first,
+                                   lane),
+      RowReader<T, ColumnSmem>::for_run(columns + first, lane));
+  store_scores<Tile>(Weights<Tile>(memory, thread).own(side) + place, s);
+}
+
 // Adds one product to what the block leaves: the operands that `load_a` gives times this warp's
 // side of a tile of columns.
-template <class Tile, bool SAFE, bool ROLLED, class Smem, class Acc, class Frame, class LoadA>
+template <class Tile, bool SAFE, class Smem, class Acc, class Frame, class LoadA>
 CUFA2_DEVICE void add_product(Acc& d, const Frame& frame, const LoadA& load_a, u32 tile,
                               int columns, int row, int column) {
   using T = typename Tile::T;
   const int thread = thread_index(), lane = thread % 32;
   const int side = Tile::side(thread) * 8 * Acc::N_TILES;  // its first column
-  multiply_columns<Tile::kTf32, SAFE, ROLLED, Tile::COLUMNS>(
-      d, load_a, PairReader<T, Smem>::at(tile + side * sizeof(T), lane), columns - side);
+  constexpr int kStretches = Acc::N_TILES / Tile::kPiece;
+  multiply_columns<Tile::kTf32, SAFE, true, Tile::COLUMNS, kStretches>(
+      d, 0, load_a, PairReader<T, Smem>::at(tile + side * sizeof(T), lane), columns - side);
   if constexpr (SAFE) {
-    add_nonfinite<Smem, Tile::COLUMNS>(d, tile + side * sizeof(T), [&](int r, int k) {
+    add_nonfinite<Smem, Tile::COLUMNS, kStretches>(d, 0, tile + side * sizeof(T), [&](int r, int k) {
       const RowRange range = frame.kept(row + Acc::row(lane, r));
       return column + k >= range.begin && column + k < range.end;
     });
   }
 }
 
+// Whether this thread finds a NaN or an infinity in its part of K.
+template <class Tile> CUFA2_DEVICE bool has_nonfinite(u32 keys) {
+  using T = typename Tile::T;
+  bool found = false;
+  for (int i = 16 * thread_index(); i < Tile::RowD::kBytes; i += 16 * Tile::kThreads) {
+    const Piece<T> piece = load_piece<T>(keys + i);
+#pragma unroll
+    for (int j = 0; j < Tile::kPiece; ++j) found = found || !is_finite(piece.at[j]);
+  }
+  return found;
+}
+
 // Adds this warp's part of dQ, the products of dS with its side of its team's keys, to the rows of
-// dq from query `column` on, 128 bytes of each at a time. Where a NaN comes up, dS is computed by
-// plain arithmetic and what is not finite in K enters no product that it could leak from.
+// dq from query `column` on, 128 bytes of each at a time. If K is not finite, what is not enters no
+// product that it could leak from; if dS is not, it is computed anew by plain arithmetic.
 template <class Tile, class Score, class Frame>
 CUFA2_DEVICE void add_dq(const BwdParams& p, const Frame& frame, u32 memory, u32 stage, int head,
-                         int row, int column) {
+                         int row, int column, bool bad_grads, bool bad_keys) {
   using T = typename Tile::T;
   using Smem = typename Tile::RowD;
   constexpr int kPiece = Tile::kPiece, kStretch = 8 * kPiece;
   constexpr int M_TILES = (Tile::N_TILES + 1) / 2, KEYS = 16 * Tile::M_TILES;
-  const T scale = is_same<T, float> ? T(p.scale) : T(p.exact_scale);
 #pragma unroll 1
   for (int part = 0; part < Tile::kSideD / kStretch; ++part) {
     const int thread = thread_index(), lane = thread % 32;
     const int first = Tile::side(thread) * Tile::kSideD + part * kStretch;  // column of D
-    if (first >= p.head_dim) break;
     const Weights<Tile> weights(memory, thread);
     const u32 keys = memory + Tile::team_row(thread) * Smem::kRowBytes + first * sizeof(T);
     const auto k_rows = PairReader<T, Smem>::at(keys, lane);
+    auto load_grad = [&](T (&x)[4], int n, int kk) { weights.load_grad_transposed(x, n, kk); };
     WideAccumulator<T, M_TILES, kPiece> dq;
     dq.clear();
-    auto load_grad = [&](T (&x)[4], int n, int kk) { weights.load_grad_transposed(x, n, kk); };
-    multiply_columns<Tile::kTf32, false, true, KEYS>(dq, load_grad, k_rows, kStretch);
-    if constexpr (Tile::kHalves || Frame::kPerRow) {
-      if (warp_any(dq.has_nan())) {
-        dq.clear();
-        auto load_plain = [&](T (&x)[4], int n, int kk) {
-          if constexpr (Tile::kHalves) {
-            plain_grads<Tile, Score>(x, p, frame, memory, stage, row, column, n, kk);
-          } else {
-            weights.load_grad_transposed(x, n, kk);
-          }
-        };
-        multiply_columns<Tile::kTf32, true, true, KEYS>(dq, load_plain, k_rows, kStretch);
-        add_nonfinite<Smem, KEYS>(dq, keys, [&](int r, int k) {
-          const RowRange range = frame.kept(row + k);
-          const int i = column + dq.row(lane, r);
-          return i >= range.begin && i < range.end;
-        });
-      }
+    if (!bad_grads && !bad_keys) {
+      multiply_columns<Tile::kTf32, false, true, KEYS, 1>(dq, 0, load_grad, k_rows, kStretch);
+    } else {
+      auto load = [&](T (&x)[4], int n, int kk) {
+        if (Tile::kHalves && bad_grads) {
+          plain_grads<Tile, Score>(x, p, frame, memory, stage, row, column, n, kk);
+        } else {
+          load_grad(x, n, kk);
+        }
+      };
+      multiply_columns<Tile::kTf32, true, true, KEYS, 1>(dq, 0, load, k_rows, kStretch);
+      add_nonfinite<Smem, KEYS, 1>(dq, 0, keys, [&](int r, int k) {
+        const RowRange range = frame.kept(row + k);
+        const int i = column + dq.row(lane, r);
+        return i >= range.begin && i < range.end;
+      });
     }
+    const T scale = is_same<T, float> ? T(p.scale) : T(p.exact_scale);
+    const int i = column + lane / 4, at = first + lane % 4 * 2 * kPiece;
     T* out = static_cast<T*>(p.dq) + frame.work.batch * p.dq_stride.batch +
-             head * p.dq_stride.head + first;
+             head * p.dq_stride.head + i * p.dq_stride.row + at;
 #pragma unroll
-    for (int r = 0; r < 2 * M_TILES; ++r) {
-      const int i = column + dq.row(lane, r);
-      if (i >= frame.len.q || dq.row(0, r) >= Tile::COLUMNS) continue;
+    for (int r = 0; r < Tile::N_TILES; ++r) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        const int at = (lane % 4 * 2 + c) * kPiece;
-        if (first + at >= p.head_dim) continue;
         Piece<T> piece;
 #pragma unroll
         for (int j = 0; j < kPiece; ++j) piece.at[j] = dq.at[r >> 1][j][2 * (r & 1) + c] * scale;
-        reduce_add(out + i * p.dq_stride.row + at, piece);
+        if (i + 8 * r < p.seqlen_q && at + c * kPiece < p.head_dim) {
+          reduce_add(out + c * kPiece, piece);
+        }
       }
+      out += 8 * p.dq_stride.row;
     }
   }
 }
@@ -227,7 +255,6 @@ CUFA2_DEVICE void add_dq(const BwdParams& p, const Frame& frame, u32 memory, u32
 template <class Tile, class Score, bool SAFE, class Frame>
 CUFA2_DEVICE bool differentiate(const BwdParams& p, const Frame& frame, u32 memory, int first) {
   using T = typename Tile::T;
-  using Layout = Weights<Tile>;
   constexpr int COLUMNS = Tile::COLUMNS, SPLIT = Tile::SPLIT;
   constexpr bool KEYS = Tile::KEYS;
   typename Tile::GradD grad;
@@ -261,6 +288,12 @@ CUFA2_DEVICE bool differentiate(const BwdParams& p, const Frame& frame, u32 memo
       block_sync();
     }
   };
+  bool bad_keys = false;
+  if constexpr (Tile::ACCUMULATE && !SAFE) {
+    cp_async_wait<0>();
+    block_sync();
+    if (frame.any()) bad_keys = block_any(has_nonfinite<Tile>(memory));
+  }
   u32 odd = 0;
   while (frame.any() && frame.within(p, at)) {
     const Step next = frame.next(at);
@@ -275,67 +308,36 @@ CUFA2_DEVICE bool differentiate(const BwdParams& p, const Frame& frame, u32 memo
     const KvRange range = frame.range(row, row + 16 * Tile::M_TILES);
     // The rows of one warp keep fewer columns than those of the tile.
     const bool seen = row < frame.rows() && column < range.end && column + COLUMNS > range.begin;
-    typename Tile::Scores s;
     if (seen) {
-      const int thread = thread_index(), lane = thread % 32;
-      const u32 side = Tile::side(thread) * Tile::kSideDv * sizeof(T);
-      const u32 rows = memory + Tile::RowD::kBytes +
-                       Tile::team_row(thread) * Tile::RowDv::kRowBytes + side;
-      s.clear();
-      multiply_rows<Tile::kTf32, Tile::kSideDv>(
-          s, RowReader<T, typename Tile::RowDv>::for_a(rows, lane),
-          RowReader<T, typename Tile::ColumnDv>::for_run(stage + Tile::kColumnDv + side, lane));
-      store_scores<Tile>(Layout(memory, thread).own(Tile::side(thread)), s);
+      multiply_scores<Tile, typename Tile::RowDv, typename Tile::ColumnDv>(
+          memory, memory + Tile::RowD::kBytes, stage + Tile::kColumnDv, 0);
     }
     take_turns(false);
+    bool bad_grads = false;
     if (seen) {
-      {
-        const int thread = thread_index(), lane = thread % 32;
-        const u32 side = Tile::side(thread) * Tile::kSideD * sizeof(T);
-        const u32 rows = memory + Tile::team_row(thread) * Tile::RowD::kRowBytes + side;
-        s.clear();
-        multiply_rows<Tile::kTf32, Tile::kSideD>(
-            s, RowReader<T, typename Tile::RowD>::for_a(rows, lane),
-            RowReader<T, typename Tile::ColumnD>::for_run(stage + side, lane));
-      }
-      if constexpr (SPLIT > 1) {
-        const int thread = thread_index();
-        store_scores<Tile>(Layout(memory, thread).own(Tile::side(thread)) + Layout::kScores, s);
-        group_sync(1 + Tile::team(thread), 32 * SPLIT);
-      }
+      multiply_scores<Tile, typename Tile::RowD, typename Tile::ColumnD>(
+          memory, memory, stage, Weights<Tile>::kScores);
+      if (SPLIT > 1) group_sync(1 + Tile::team(thread_index()), 32 * SPLIT);
       const bool masked = column < range.full_begin || column + COLUMNS > range.full_end;
-      weigh<Tile, Score, SAFE>(p, frame, memory, stage, s, warp_row(), column, masked);
-      if constexpr (SPLIT > 1) group_sync(1 + Tile::team(thread_index()), 32 * SPLIT);
-      else warp_sync();  // a lane reads dS of others
-    }
-    // P of SPLIT == 1 waits in registers: it goes first.
-    auto add_weights = [&] {
-      if (!KEYS || !seen) return;
-      const Layout weights(memory, thread_index());
-      auto load_weight = [&](T (&x)[4], int m, int kk) {
-        if constexpr (SPLIT > 1) {
-          weights.load_weight(x, m, kk);
-        } else {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) x[e] = s.at[m][kk][e];
-        }
-      };
-      add_product<Tile, SAFE, (SPLIT > 1), typename Tile::ColumnDv>(
-          grad_v, frame, load_weight, stage + Tile::kColumnDv, p.head_dim_v, warp_row(), column);
-    };
-    if (Tile::STAGES > 0) add_weights();
-    if (seen) {
-      const Layout weights(memory, thread_index());
+      bad_grads = weigh<Tile, Score, SAFE>(p, frame, memory, stage, warp_row(), column, masked);
+      const Weights<Tile> weights(memory, thread_index());
       auto load_grad = [&](T (&x)[4], int m, int kk) { weights.load_grad(x, m, kk); };
-      add_product<Tile, SAFE, true, typename Tile::ColumnD>(grad, frame, load_grad, stage,
-                                                            p.head_dim, warp_row(), column);
+      add_product<Tile, SAFE, typename Tile::ColumnD>(grad, frame, load_grad, stage, p.head_dim,
+                                                      warp_row(), column);
       if constexpr (Tile::ACCUMULATE && !SAFE) {
-        add_dq<Tile, Score>(p, frame, memory, stage, at.head, warp_row(), column);
+        add_dq<Tile, Score>(p, frame, memory, stage, at.head, warp_row(), column, bad_grads,
+                            bad_keys);
       }
     }
-    if (KEYS && Tile::STAGES == 0) {
+    if constexpr (KEYS) {
       take_turns(true);
-      add_weights();
+      if (seen) {
+        const Weights<Tile> weights(memory, thread_index());
+        auto load_weight = [&](T (&x)[4], int m, int kk) { weights.load_weight(x, m, kk); };
+        add_product<Tile, SAFE, typename Tile::ColumnDv>(grad_v, frame, load_weight,
+                                                         stage + Tile::kColumnDv, p.head_dim_v,
+                                                         warp_row(), column);
+      }
     }
     if (Tile::STAGES < 2) {
       block_sync();

@@ -5,14 +5,7 @@
 // The loop of fwd_sm80.cuh: a block owns BLOCK_Q query rows and walks over its key blocks from the
 // last to the first; S becomes P in registers. What differs comes from the width of the types.
 //
-// Products: float64 has its own tensor-core product. A float32 one is three TF32 products of the
-// operands' halves (prim/wide.cuh), or one where precision="tf32" asks for it. The tensor core
-// cuts where an addition should round, always towards zero, so that over thousands of keys one sum
-// would drift. Sums of float32 start afresh with every 16 columns of S and 16 keys of O, the small
-// products first, so that only two products meet a large sum, and are added to the rest by an
-// ordinary addition: errors stay at those of a plain float32 loop or below (with 32 columns or
-// keys they would be up to half as large again). With one TF32 product per element S is a single
-// sum: its few steps lose nothing that the rounding of the operands has not.
+// Products: see tile/wide_product.cuh.
 //
 // Memory: K and V blocks, in PARTS parts of their columns, take turns in a ring of SLOTS slots.
 // Each is waited for at its turn, and the barrier that publishes it also frees the slot before it
@@ -33,6 +26,7 @@
 #pragma once
 #include "attn/schedule.cuh"
 #include "attn/wide.cuh"
+#include "tile/wide_product.cuh"
 
 template <class T_, int D_, int DV_, int BLOCK_Q_, int BLOCK_K_, int WARPS_, int SPLIT_,
           int PARTS_, int SLOTS_, bool STAGED_, bool TF32_>
@@ -57,7 +51,6 @@ struct WideTile {
   static constexpr int kPartD = D / PARTS, kPartDv = DV / PARTS;      // columns of a part
   static constexpr int kSideD = kPartD / SPLIT, kSideDv = kPartDv / SPLIT;  // of them one warp's
   static constexpr int kStretchesDv = kSideDv / kStretch;
-  static constexpr int kSteps = is_same<T, float> ? 2 : 1;  // steps of 8 in a fresh sum
 
   static constexpr int kUnits = sizeof(T) / 2;  // SmemTile counts 16-bit elements
   using Q = SmemTile<BLOCK_Q, D * kUnits>;
@@ -77,61 +70,12 @@ struct WideTile {
   static CUFA2_DEVICE int team_row(int thread) { return team(thread) * 16 * M_TILES; }
 };
 
-// acc += sum of a[i] b[i]; FRESH: as a sum of its own, added by a rounding addition. All small
-// products come first, so that few cuts are those of a large sum.
-template <bool FRESH, int STEPS, class T, class A, class B>
-CUFA2_DEVICE void accumulate(T (&acc)[4], const A (&a)[STEPS], const B (&b)[STEPS]) {
-  T fresh[4] = {T(0), T(0), T(0), T(0)};
-#pragma unroll
-  for (int i = 0; i < STEPS; ++i) multiply_add_small(FRESH ? fresh : acc, a[i], b[i]);
-#pragma unroll
-  for (int i = 0; i < STEPS; ++i) multiply_add_large(FRESH ? fresh : acc, a[i], b[i]);
-#pragma unroll
-  for (int e = 0; FRESH && e < 4; ++e) acc[e] += fresh[e];
-}
-
-// S += Q K^T for one key block, over this warp's columns of a part. Products of halves are many:
-// where they stand in one piece of code, ptxas keeps more of them in flight than there are
-// registers, so they come in a loop that is not unrolled.
-template <class Tile, class QReader, class KReader>
-CUFA2_DEVICE void multiply_qk(typename Tile::Scores& s, const QReader& q, const KReader& k) {
-  using T = typename Tile::T;
-  constexpr int kSteps = Tile::kSteps, kTurns = Tile::kStretch / (8 * kSteps);  // of a stretch
-  static_assert(KReader::kRun == kSteps, "what is read at once is one fresh sum");
-#pragma unroll (Tile::kHalves ? 1 : kTurns)
-  for (int turn = 0; turn < Tile::kSideD / (8 * kSteps); ++turn) {
-    const int stretch = turn / kTurns, step = turn % kTurns * kSteps;
-    Operand<T, Tile::kTf32, 4> a[Tile::M_TILES][kSteps];
-#pragma unroll
-    for (int m = 0; m < Tile::M_TILES; ++m)
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
-        T x[4];
-        q.load_a(x, m, stretch, step + i);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) a[m][i].set(e, x[e]);
-      }
-#pragma unroll
-    for (int n = 0; n < Tile::Scores::N_TILES; ++n) {
-      T x[kSteps][2];
-      k.load_run(x, n, stretch, step);
-      Operand<T, Tile::kTf32, 2> b[kSteps];
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) b[i].set(e, x[i][e]);
-#pragma unroll
-      for (int m = 0; m < Tile::M_TILES; ++m) accumulate<Tile::kHalves>(s.at[m][n], a[m], b);
-    }
-  }
-}
-
-// P of row tile m as the A operand of key step kk.
-template <class Tile, class A>
-CUFA2_DEVICE void load_p(A& a, const typename Tile::Scores& p, u32 own, int m, int kk) {
+// P of row tile m and key step kk.
+template <class Tile>
+CUFA2_DEVICE void load_p(typename Tile::T (&x)[4], const typename Tile::Scores& p, u32 own, int m,
+                         int kk) {
   using T = typename Tile::T;
   constexpr int kPieces = 4 / Tile::kPiece;  // of a tile
-  T x[4];
 #pragma unroll
   for (int e = 0; e < 4; ++e) x[e] = Tile::STAGED ? T(0) : p.at[m][kk][e];
 #pragma unroll
@@ -141,77 +85,6 @@ CUFA2_DEVICE void load_p(A& a, const typename Tile::Scores& p, u32 own, int m, i
 #pragma unroll
     for (int j = 0; j < Tile::kPiece; ++j) x[Tile::kPiece * i + j] = piece.at[j];
   }
-#pragma unroll
-  for (int e = 0; e < 4; ++e) a.set(e, x[2 * (e & 1) + (e >> 1)]);
-}
-
-// O += P V for one key block, over this warp's columns of a part, of which V has `columns`. SAFE:
-// of V only what is finite.
-template <class Tile, bool SAFE, class VReader>
-CUFA2_DEVICE void multiply_pv(typename Tile::Output& o, const typename Tile::Scores& p, u32 own,
-                              const VReader& v, int part, int columns) {
-  using T = typename Tile::T;
-  constexpr int kSteps = Tile::kSteps, kTurns = Tile::BLOCK_K / (8 * kSteps);
-#pragma unroll (Tile::STAGED ? 1 : kTurns)
-  for (int turn = 0; turn < kTurns; ++turn) {
-    Operand<T, Tile::kTf32, 4> a[Tile::M_TILES][kSteps];
-#pragma unroll
-    for (int m = 0; m < Tile::M_TILES; ++m)
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i) load_p<Tile>(a[m][i], p, own, m, turn * kSteps + i);
-#pragma unroll
-    for (int stretch = 0; stretch < Tile::kStretchesDv; ++stretch) {
-      if (is_same<T, float> && stretch * Tile::kStretch >= columns) break;
-      Piece<T> rows[kSteps][2];
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i) v.load(rows[i], 8 * (turn * kSteps + i), stretch);
-#pragma unroll
-      for (int j = 0; j < Tile::kPiece; ++j) {
-        Operand<T, Tile::kTf32, 2> b[kSteps];
-#pragma unroll
-        for (int i = 0; i < kSteps; ++i)
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const T x = rows[i][e].at[j];
-            if constexpr (SAFE) b[i].set_finite(e, is_finite(x) ? x : T(0));
-            else b[i].set(e, x);
-          }
-#pragma unroll
-        for (int m = 0; m < Tile::M_TILES; ++m) {
-          const int n = Tile::kPiece * (Tile::kStretchesDv * part + stretch) + j;
-          accumulate<is_same<T, float>>(o.at[m][n], a[m], b);
-        }
-      }
-    }
-  }
-}
-
-// Adds the NaN and Inf of V to the rows that keep their keys: what multiply_pv<SAFE> left out.
-template <class Tile, class Mask>
-CUFA2_DEVICE void add_nonfinite(typename Tile::Output& o, u32 v_tile, const Mask& mask, int part,
-                                int q_row, int key) {
-  using T = typename Tile::T;
-  const int lane = thread_index() % 32;
-#pragma unroll 1
-  for (int j = 0; j < Tile::BLOCK_K; ++j)
-#pragma unroll
-    for (int stretch = 0; stretch < Tile::kStretchesDv; ++stretch)
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const Piece<T> piece =
-            load_piece<T>(v_tile + 128 * stretch + Tile::V::offset(j, 2 * (lane % 4) + c));
-#pragma unroll
-        for (int i = 0; i < Tile::kPiece; ++i) {
-          if (is_finite(piece.at[i])) continue;
-#pragma unroll
-          for (int r = 0; r < Tile::Output::kRows; ++r) {
-            if (mask.keep(q_row + Tile::Output::row(lane, r), key + j)) {
-              const int n = Tile::kPiece * (Tile::kStretchesDv * part + stretch) + i;
-              o.at[r >> 1][n][2 * (r & 1) + c] += piece.at[i];
-            }
-          }
-        }
-      }
 }
 
 // Computes the scores that are NaN anew by plain arithmetic: halves of Inf, or of a value that
@@ -228,15 +101,9 @@ CUFA2_DEVICE void mend_scores(typename Tile::Scores& s, u32 q_tile, u32 k_tile, 
       for (int c = 0; c < 2; ++c) {
         T& score = s.at[r >> 1][n][2 * (r & 1) + c];
         if (score == score) continue;
-        score = T(0);
-#pragma unroll 1
-        for (int d = 0; d < head_dim / Tile::kPiece && score == score; ++d) {
-          const int i = row + Tile::Scores::row(lane, r), j = Tile::Scores::column(lane, n, c);
-          const Piece<T> q = load_piece<T>(q_tile + Tile::Q::offset(i, d));
-          const Piece<T> k = load_piece<T>(k_tile + Tile::K::offset(j, d));
-#pragma unroll
-          for (int e = 0; e < Tile::kPiece; ++e) score = fma(q.at[e], k.at[e], score);
-        }
+        score = plain_product<typename Tile::Q, typename Tile::K>(
+            q_tile, row + Tile::Scores::row(lane, r), k_tile, Tile::Scores::column(lane, n, c),
+            head_dim, T(0));
       }
 }
 
@@ -403,10 +270,11 @@ CUFA2_DEVICE bool attend(const FwdParams& p, const TileFrame& frame, u32 q_tile,
         const int thread = thread_index(), lane = thread % 32;
         const u32 column = Tile::side(thread) * Tile::kSideD * sizeof(T);
         const u32 q_rows = q_tile + Tile::team_row(thread) * Tile::Q::kRowBytes;
-        multiply_qk<Tile>(s,
-                          RowReader<T, typename Tile::Q>::for_a(
-                              q_rows + part * Tile::kPartD * sizeof(T) + column, lane),
-                          RowReader<T, typename Tile::K>::for_run(ring + slot + column, lane));
+        multiply_rows<Tile::kTf32, Tile::kSideD>(
+            s,
+            RowReader<T, typename Tile::Q>::for_a(
+                q_rows + part * Tile::kPartD * sizeof(T) + column, lane),
+            RowReader<T, typename Tile::K>::for_run(ring + slot + column, lane));
       }
       if (seen && part == PARTS - 1) {
         if constexpr (Tile::SPLIT > 1) sum_sides<Tile>(s, scores);
@@ -425,10 +293,17 @@ CUFA2_DEVICE bool attend(const FwdParams& p, const TileFrame& frame, u32 q_tile,
         const u32 v_tile = ring + slot + side * Tile::kSideDv * sizeof(T);
         const u32 own = own_scores<Tile>(scores);
         if (Tile::STAGED && part == 0) store_scores<Tile>(own, s);
-        multiply_pv<Tile, SAFE>(o, s, own,
-                                PairReader<T, typename Tile::V>::at(v_tile, thread % 32), part,
-                                p.head_dim_v - part * Tile::kPartDv - side * Tile::kSideDv);
-        if constexpr (SAFE) add_nonfinite<Tile>(o, v_tile, frame.mask, part, warp_row(), key);
+        const int first = part * Tile::kSideDv / 8;  // tile of O
+        multiply_columns<Tile::kTf32, SAFE, Tile::STAGED, BLOCK_K, Tile::kStretchesDv>(
+            o, first, [&](T (&x)[4], int m, int kk) { load_p<Tile>(x, s, own, m, kk); },
+            PairReader<T, typename Tile::V>::at(v_tile, thread % 32),
+            p.head_dim_v - part * Tile::kPartDv - side * Tile::kSideDv);
+        if constexpr (SAFE) {
+          add_nonfinite<typename Tile::V, BLOCK_K, Tile::kStretchesDv>(
+              o, first, v_tile, [&](int r, int j) {
+                return frame.mask.keep(warp_row() + Tile::Output::row(thread % 32, r), key + j);
+              });
+        }
       }
       end_turn();
     }

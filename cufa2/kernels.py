@@ -280,7 +280,7 @@ KERNELS: tuple[Kernel, ...] = (
         dtypes=_WIDE,
         head_dims=_HEAD_DIMS,
         tiles=(
-            WideGradTile(64, 32, 256, 8, 1, itemsize=4),
+            WideGradTile(64, 32, 128, 4, 2, stages=1, itemsize=4, least_smem=200 << 10),
             WideGradTile(64, 16, 128, 4, 1, itemsize=4),
             WideGradTile(64, 16, 64, 4, 2, itemsize=8, least_smem=200 << 10),
             WideGradTile(64, 8, 64, 4, 1, itemsize=8),

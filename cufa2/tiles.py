@@ -127,7 +127,7 @@ class WideGradTile(Tile):
         return self.block_q, self.block_k, self.warps, self.split, self.stages
 
     def smem_bytes(self, head_dim: int, head_dim_v: int) -> int:
-        """Rows, stages of columns, lse and delta beside the queries; dP, and S if it is shared."""
+        """Rows, stages of columns, lse and delta beside the queries; S and dP of each warp."""
         grain = 128 * self.split
         d, dv = (-(-n * self.itemsize // grain) * grain for n in (head_dim, head_dim_v))
         rows, columns = self.block_q, self.block_k
@@ -136,5 +136,5 @@ class WideGradTile(Tile):
         stage = columns * (d + dv if self.stages else max(d, dv))
         facts = 2 * self.itemsize * self.block_q
         stages = max(self.stages, 1)
-        scores = rows * self.split * columns * self.itemsize * (2 if self.split > 1 else 1)
+        scores = 2 * rows * self.split * columns * self.itemsize
         return rows * (d + dv) + stages * stage + facts * (stages if self.keys else 1) + scores

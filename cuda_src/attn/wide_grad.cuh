@@ -179,14 +179,16 @@ CUFA2_DEVICE void plain_grads(typename Tile::T (&x)[4], const BwdParams& p, cons
   }
 }
 
-// S and dP of a block of columns -> P and dS. `s` holds S, then P, unless a team shares them;
-// `row` and `column` are the positions of the warp's first row and the block's first column.
+// S and dP of a block of columns -> P and dS. `row` and `column` are the positions of the warp's
+// first row and the block's first column. Returns whether some dS of the team is not finite, where
+// add_dq must know.
 template <class Tile, class Score, bool SAFE, class Frame>
-CUFA2_DEVICE void weigh(const BwdParams& p, const Frame& frame, u32 memory, u32 stage,
-                        typename Tile::Scores& s, int row, int column, bool masked) {
+CUFA2_DEVICE bool weigh(const BwdParams& p, const Frame& frame, u32 memory, u32 stage, int row,
+                        int column, bool masked) {
   using T = typename Tile::T;
   using Layout = Weights<Tile>;
   constexpr int SPLIT = Tile::SPLIT;
+  bool finite = true;
   const PairGrad<Tile, Score> pair(p);
   const int thread = thread_index(), lane = thread % 32;
   const Layout at(memory, thread);
@@ -223,20 +225,15 @@ CUFA2_DEVICE void weigh(const BwdParams& p, const Frame& frame, u32 memory, u32 
       }
       const u32 place = Layout::tile(m, n) + at.side * Layout::tile(0, 1);
       T x[4], y[4];
+      load_tile(x, at.own(0) + Layout::kScores + place);
       load_tile(y, at.own(0) + place);
-      if constexpr (SPLIT == 1) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) x[e] = s.at[m][n][e];
-      } else {
-        load_tile(x, at.own(0) + Layout::kScores + place);
+      for (int side = 1; side < SPLIT; ++side) {
+        T more[4], more_y[4];
+        load_tile(more, at.own(side) + Layout::kScores + place);
+        load_tile(more_y, at.own(side) + place);
 #pragma unroll
-        for (int side = 1; side < SPLIT; ++side) {
-          T more[4], more_y[4];
-          load_tile(more, at.own(side) + Layout::kScores + place);
-          load_tile(more_y, at.own(side) + place);
-#pragma unroll
-          for (int e = 0; e < 4; ++e) { x[e] += more[e]; y[e] += more_y[e]; }
-        }
+        for (int e = 0; e < 4; ++e) { x[e] += more[e]; y[e] += more_y[e]; }
       }
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
@@ -248,21 +245,20 @@ CUFA2_DEVICE void weigh(const BwdParams& p, const Frame& frame, u32 memory, u32 
         }
         pair(x[e], y[e], lse[e], delta[e]);
         const int c = Tile::Scores::column(0, n, e);
-        const bool drop = masked && (c < begin[e >> 1] || c >= end[e >> 1]);
+        const bool drop = (c < begin[e >> 1]) | (c >= end[e >> 1]);
         x[e] = drop ? T(0) : x[e];
         y[e] = drop ? T(0) : y[e];
+        if constexpr (Tile::ACCUMULATE && !SAFE) finite = finite && is_finite(y[e]);
       }
       const u32 grad = at.grad(m, n) + at.side * (Tile::kScoreBytes + Layout::tile(0, 1));
       warp_sync();  // the lanes have read the tile
       store_two<T>(grad, y[0], y[1]);
       store_two<T>(grad + Layout::kHalf, y[2], y[3]);
-      if constexpr (Tile::KEYS && SPLIT > 1) {
-        store_tile(at.own(at.side) + Layout::kScores + place, x);
-      }
-      if constexpr (Tile::KEYS && SPLIT == 1) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) s.at[m][n][e] = x[e];
-      }
+      if (Tile::KEYS) store_tile(at.own(at.side) + Layout::kScores + place, x);
     }
   }
+  // Lanes and sides read dS of others.
+  if constexpr (SPLIT > 1) return group_any(1 + Tile::team(thread), 32 * SPLIT, !finite);
+  warp_sync();
+  return warp_any(!finite);
 }

@@ -1,24 +1,15 @@
 // Products of float32 and float64 fragments over a shared tile, and accumulators on their way out.
 //
 // float64 has its own tensor-core product. A float32 one is three TF32 products of the operands'
-// halves (prim/wide.cuh), or one where TF32 asks for it. The tensor core cuts where an addition
-// should round, always towards zero, so that over thousands of terms one sum would drift: sums of
-// float32 start afresh with every 8 or 16 terms and are added to the rest by an ordinary addition.
+// halves (prim/wide_mma.cuh), or one where precision="tf32" asks for it. The tensor core
+// cuts where an addition should round, always towards zero, so that over thousands of terms one sum
+// would drift. Sums of float32 start afresh with every 16 terms, the small products first, so that
+// only two products meet a large sum, and are added to the rest by an ordinary addition: errors
+// stay at those of a plain float32 loop or below (with 32 terms they would be up to half as large
+// again).
 #pragma once
+#include "../prim/wide_mma.cuh"
 #include "wide.cuh"
-
-// acc += sum of a[i] b[i]; FRESH: as a sum of its own, added by a rounding addition. All small
-// products come first, so that few cuts are those of a large sum.
-template <bool FRESH, int STEPS, class T, class A, class B>
-CUFA2_DEVICE void accumulate(T (&acc)[4], const A (&a)[STEPS], const B (&b)[STEPS]) {
-  T fresh[4] = {T(0), T(0), T(0), T(0)};
-#pragma unroll
-  for (int i = 0; i < STEPS; ++i) multiply_add_small(FRESH ? fresh : acc, a[i], b[i]);
-#pragma unroll
-  for (int i = 0; i < STEPS; ++i) multiply_add_large(FRESH ? fresh : acc, a[i], b[i]);
-#pragma unroll
-  for (int e = 0; FRESH && e < 4; ++e) acc[e] += fresh[e];
-}
 
 // D += A B^T over COLUMNS columns of two [row][column] tiles. With one TF32 product per element D
 // is a single sum: its few steps lose nothing that the rounding of the operands has not. Products
@@ -57,13 +48,14 @@ CUFA2_DEVICE void multiply_rows(WideAccumulator<T, M_TILES, N_TILES>& d, const A
   }
 }
 
-// D += A B over K rows of a [row][column] tile, of which `columns` columns are real. `load_a(x, m,
-// kk)` gives a lane's elements of the 16 x 8 accumulator tile (m, kk) that is the A operand; ROLLED
-// if that does not come from registers. SAFE: of B only what is finite.
-template <bool TF32, bool SAFE, bool ROLLED, int K, class T, int M_TILES, int N_TILES, class LoadA,
-          class B>
-CUFA2_DEVICE void multiply_columns(WideAccumulator<T, M_TILES, N_TILES>& d, const LoadA& load_a,
-                                   const B& b_rows, int columns) {
+// D += A B over K rows of STRETCHES stretches of a [row][column] tile, of which `columns` columns
+// are real; the tiles of D from `first` on. `load_a(x, m, kk)` gives a lane's elements of the 16 x 8
+// accumulator tile (m, kk) that is the A operand; ROLLED if that does not come from registers.
+// SAFE: of B only what is finite.
+template <bool TF32, bool SAFE, bool ROLLED, int K, int STRETCHES, class T, int M_TILES,
+          int N_TILES, class LoadA, class B>
+CUFA2_DEVICE void multiply_columns(WideAccumulator<T, M_TILES, N_TILES>& d, int first,
+                                   const LoadA& load_a, const B& b_rows, int columns) {
   constexpr int kPiece = Piece<T>::kSize, kStretch = 8 * kPiece;
   constexpr int kSteps = is_same<T, float> && K % 16 == 0 ? 2 : 1;  // of 8 rows in a fresh sum
   constexpr int kTurns = K / (8 * kSteps);
@@ -80,7 +72,7 @@ CUFA2_DEVICE void multiply_columns(WideAccumulator<T, M_TILES, N_TILES>& d, cons
         for (int e = 0; e < 4; ++e) a[m][i].set(e, x[2 * (e & 1) + (e >> 1)]);
       }
 #pragma unroll
-    for (int stretch = 0; stretch < N_TILES / kPiece; ++stretch) {
+    for (int stretch = 0; stretch < STRETCHES; ++stretch) {
       if (is_same<T, float> && stretch * kStretch >= columns) break;
       Piece<T> rows[kSteps][2];
 #pragma unroll
@@ -98,7 +90,7 @@ CUFA2_DEVICE void multiply_columns(WideAccumulator<T, M_TILES, N_TILES>& d, cons
           }
 #pragma unroll
         for (int m = 0; m < M_TILES; ++m) {
-          accumulate<is_same<T, float>>(d.at[m][kPiece * stretch + j], a[m], b);
+          accumulate<is_same<T, float>>(d.at[m][first + kPiece * stretch + j], a[m], b);
         }
       }
     }
@@ -107,15 +99,15 @@ CUFA2_DEVICE void multiply_columns(WideAccumulator<T, M_TILES, N_TILES>& d, cons
 
 // Adds what multiply_columns<SAFE> left out: the NaN and Inf of the K rows at `tile` to the rows of
 // D that keep them. `keep(r, k)`: whether the lane's r-th row keeps row k.
-template <class Smem, int K, class T, int M_TILES, int N_TILES, class Keep>
-CUFA2_DEVICE void add_nonfinite(WideAccumulator<T, M_TILES, N_TILES>& d, u32 tile,
+template <class Smem, int K, int STRETCHES, class T, int M_TILES, int N_TILES, class Keep>
+CUFA2_DEVICE void add_nonfinite(WideAccumulator<T, M_TILES, N_TILES>& d, int first, u32 tile,
                                 const Keep& keep) {
   constexpr int kPiece = Piece<T>::kSize;
   const int lane = thread_index() % 32;
 #pragma unroll 1
   for (int k = 0; k < K; ++k)
 #pragma unroll
-    for (int stretch = 0; stretch < N_TILES / kPiece; ++stretch)
+    for (int stretch = 0; stretch < STRETCHES; ++stretch)
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const Piece<T> piece = load_piece<T>(tile + 128 * stretch +
@@ -125,7 +117,8 @@ CUFA2_DEVICE void add_nonfinite(WideAccumulator<T, M_TILES, N_TILES>& d, u32 til
           if (is_finite(piece.at[i])) continue;
 #pragma unroll
           for (int r = 0; r < 2 * M_TILES; ++r) {
-            if (keep(r, k)) d.at[r >> 1][kPiece * stretch + i][2 * (r & 1) + c] += piece.at[i];
+            const int n = first + kPiece * stretch + i;
+            if (keep(r, k)) d.at[r >> 1][n][2 * (r & 1) + c] += piece.at[i];
           }
         }
       }
