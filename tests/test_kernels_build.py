@@ -6,6 +6,7 @@ is a failure here, long before anyone runs it.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import struct
@@ -20,9 +21,10 @@ import pytest
 from cufa2 import compiler, plan
 from cufa2.cache import Cubin
 from cufa2.device import DeviceInfo, info_for_arch
-from cufa2.kernels import KERNELS, MASKS, SCORES, Variant
+from cufa2.kernels import C_TYPES, KERNELS, MASKS, SCORES, Kernel, Variant
 from cufa2.params import FORMATS, PARAMS, SIZES, WORK_ROWS
-from cufa2.problem import CompileError, Problem
+from cufa2.problem import ITEMSIZES, CompileError, Problem
+from cufa2.tiles import Tile
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 REGISTERS = 65536  # 32-bit registers of a multiprocessor, on every architecture here
@@ -221,6 +223,36 @@ def test_params_have_the_offsets_that_python_packs(struct_name: str) -> None:
     compile_unit(params_unit(checks, struct_name))
     assert struct.calcsize(FORMATS[struct_name]) == SIZES[struct_name]
     assert SIZES[struct_name] % 8 == 0, "C pads the struct to its alignment, Python does not"
+
+
+def tile_of(row: Kernel, tile: Tile, dtype: str, d: int, dv: int, flag: bool) -> str:
+    """The C++ type of a tile; flag: with atomics, or with products in TF32."""
+    flags = [str(flag).lower()] * (row.atomics or row.tf32)
+    arguments = [C_TYPES[dtype], d, dv, *(str(a).lower() for a in tile.arguments), *flags]
+    return f"{row.tile_type}<{', '.join(map(str, arguments))}>"
+
+
+@pytest.mark.parametrize("row", [k for k in KERNELS if k.policies], ids=lambda row: row.name)
+def test_python_knows_the_shared_memory_of_every_tile(row: Kernel) -> None:
+    """Tile.smem_bytes is the kernel's kBytes, for all head dims, D != Dv too, and types; of a
+    kernel that has atomics the instance without them may use less."""
+    checks = []
+    for tile, d, dv in itertools.product(row.tiles, row.head_dims, row.head_dims):
+        if max(d, dv) > tile.max_head_dim:
+            continue
+        for dtype in (t for t in row.dtypes if ITEMSIZES[t] == tile.itemsize):
+            flags = (False, True) if row.atomics or dtype == "float32" else (False,)
+            for flag in flags:
+                used = f"{tile_of(row, tile, dtype, d, dv, flag)}::kBytes"
+                relation = "<=" if row.atomics and not flag else "=="
+                checks.append(f"static_assert({used} {relation} {tile.smem_bytes(d, dv)});")
+    unit = params_unit(checks, row.params).replace(
+        compiler.flatten("attn/params.cuh"), compiler.flatten(row.file)
+    )
+    compile_unit(unit)
+    assert len(checks) >= len(row.tiles)
+    with pytest.raises(CompileError, match="static assertion failed"):
+        compile_unit(unit.replace("kBytes == ", "kBytes == 16 + ", 1))
 
 
 MOVED = [(name, index) for name in PARAMS for index in (0, len(PARAMS[name]) // 2, -1)]
