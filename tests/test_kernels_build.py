@@ -67,11 +67,12 @@ def wanted(v: Variant, arch: str) -> bool:
     policies on sm_90a.
 
     There bfloat16 has every instance but: `left`, causal's mirror image, of one head dim in the
-    backward; softcap of deterministic instances and of their dq with one mask. Other types have
-    three policies, two in the backward, and all of one head dim (float64 forward only). sm_80 and sm_86, cards with less
-    shared memory, have three policies in bfloat16, the others causal alone. float16 differs in two
-    instructions: one mask a head dim on two architectures. TF32 leaves instructions of float32
-    out: one mask a head dim on three, which have every tile. CUFA2_TEST_ALL_BUILDS builds all.
+    backward; softcap of deterministic instances and of their dq with one mask. float32 and float64
+    have three policies, two in the backward, and at one head dim all but of the float64 backward.
+    sm_80 and sm_86, cards with less shared memory, have three policies in bfloat16, the others
+    causal alone. float16 differs in two instructions: one mask a head dim on two architectures.
+    TF32 leaves instructions of float32 out: one mask a head dim on three, which have every tile.
+    CUFA2_TEST_ALL_BUILDS builds all.
     """
     plain, causal = v.score == "plain", v.mask == "causal"
     if ALL_BUILDS or not v.kernel.policies:
