@@ -2,7 +2,7 @@
 //
 //   delta[i] = sum_d dO[i,d] O[i,d] - dlse[i],   row_lse[i] = lse[i], or lse[i] / ln 2 for 16-bit inputs
 //
-// and a cleared buffer for dQ. Rows that see no key, and the rows that fill up the last tile, get
+// and a cleared buffer for dQ, or dQ itself. Rows that see no key, and the rows that fill up the last tile, get
 // row_lse = +inf and delta = 0: P = exp(s - inf) is 0 there, whatever memory holds.
 // All of it in float32, in float64 for float64 inputs.
 //
@@ -42,6 +42,20 @@ CUFA2_DEVICE typename SumOf<T>::Type dot_chunk(const Chunk& a, const Chunk& b) {
   return sum;
 }
 
+// Clears kWorkRows rows of dq from `first` on, where key tiles add it up in place.
+template <class T, int THREADS>
+CUFA2_DEVICE void clear_dq(const BwdParams& p, i64 batch, int head, int first) {
+  constexpr int kChunk = 16 / sizeof(T);
+  T* dq = static_cast<T*>(p.dq) + batch * p.dq_stride.batch + head * p.dq_stride.head;
+  const int chunks = p.head_dim / kChunk;
+  for (int c = thread_index(); c < kWorkRows * chunks; c += THREADS) {
+    const int i = first + c / chunks;
+    if (i < p.seqlen_q) {
+      store_global_16(dq + i * p.dq_stride.row + c % chunks * kChunk, {{0u, 0u, 0u, 0u}});
+    }
+  }
+}
+
 template <class Tile> CUFA2_DEVICE void bwd_delta(const BwdParams& p) {
   using T = typename Tile::T;
   using Sum = typename Tile::Sum;
@@ -56,7 +70,9 @@ template <class Tile> CUFA2_DEVICE void bwd_delta(const BwdParams& p) {
   const Lengths len(p, batch);
   const i64 work = batch_head * p.rows + first;  // first row in the work arrays
 
-  if (p.dq_sum) {
+  if constexpr (sizeof(T) > 2) {
+    if (p.dq_sum) clear_dq<T, Tile::kThreads>(p, batch, head, first);
+  } else if (p.dq_sum) {
     float* sum = p.dq_sum + work * Tile::D;
     for (int c = thread; c < kWorkRows * Tile::D / 4; c += Tile::kThreads) {
       store_global_16(sum + 4 * c, {{0u, 0u, 0u, 0u}});

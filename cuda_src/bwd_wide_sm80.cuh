@@ -11,9 +11,12 @@
 //   query tile   Q, dO              K, V                  dQ += dS K
 //
 // S = A_D B_D^T and dP = A_DV B_DV^T (of a key tile: transposed), and what a block leaves stays in
-// registers until it is written, once. A key tile takes every query head of its group. Nothing is
-// added up by atomics: results repeat to the bit, and S and dP are computed twice, which makes
-// seven products where one kernel with atomics would need five.
+// registers until it is written, once. A key tile takes every query head of its group.
+//
+// ACCUMULATE: key tiles also add up dQ, by atomics and in dq itself, which bwd_delta.cuh has
+// cleared: of every block of queries each team adds what its keys give. Without it query tiles
+// make dQ: nothing needs atomics and results repeat to the bit, but S and dP are computed twice,
+// seven products instead of five.
 //
 // SPLIT warps share their rows, so that what they read and split of the columns serves two tiles
 // of rows: each multiplies its side of the head dims, sums up its share of S and dP through shared
@@ -25,16 +28,14 @@
 // NaN never leaks from a masked pair: P and dS are selected there, and a tile that meets a NaN in
 // what it leaves is done again, as in fwd_wide_sm80.cuh.
 #pragma once
-#include "attn/key_walk.cuh"
-#include "attn/query_walk.cuh"
-#include "attn/wide.cuh"
-#include "tile/wide_product.cuh"
+#include "attn/wide_grad.cuh"
 
 template <class T_, int D_, int DV_, bool KEYS_, int BLOCK_Q_, int BLOCK_K_, int WARPS_,
-          int SPLIT_, int STAGES_, bool TF32_>
+          int SPLIT_, int STAGES_, bool ACCUMULATE_, bool TF32_>
 struct WideGradTile {
   using T = T_;
-  static constexpr bool KEYS = KEYS_, kTf32 = TF32_, kHalves = is_same<T, float> && !kTf32;
+  static constexpr bool KEYS = KEYS_, ACCUMULATE = ACCUMULATE_;
+  static constexpr bool kTf32 = TF32_, kHalves = is_same<T, float> && !kTf32;
   static constexpr int BLOCK_Q = BLOCK_Q_, BLOCK_K = BLOCK_K_, WARPS = WARPS_, SPLIT = SPLIT_;
   static constexpr int STAGES = STAGES_, kThreads = 32 * WARPS;
   static constexpr int ROWS = KEYS ? BLOCK_K : BLOCK_Q, COLUMNS = KEYS ? BLOCK_Q : BLOCK_K;
@@ -80,86 +81,13 @@ struct WideGradTile {
 };
 
 template <class T, int D, int DV, int BLOCK_Q, int BLOCK_K, int WARPS, int SPLIT, int STAGES,
-          bool TF32>
-using WideKeyTile = WideGradTile<T, D, DV, true, BLOCK_Q, BLOCK_K, WARPS, SPLIT, STAGES, TF32>;
+          bool ACCUMULATE, bool TF32>
+using WideKeyTile =
+    WideGradTile<T, D, DV, true, BLOCK_Q, BLOCK_K, WARPS, SPLIT, STAGES, ACCUMULATE, TF32>;
 template <class T, int D, int DV, int BLOCK_Q, int BLOCK_K, int WARPS, int SPLIT, int STAGES,
           bool TF32>
-using WideQueryTile = WideGradTile<T, D, DV, false, BLOCK_Q, BLOCK_K, WARPS, SPLIT, STAGES, TF32>;
-
-// Where a lane keeps its share of dP, then dS, of its warp; S, then P, lie WARPS * kScoreBytes
-// further on. Of a team, side n % SPLIT holds the tiles of columns n that it has summed up.
-template <class Tile> struct Weights {
-  static constexpr int kPieces = 4 / Piece<typename Tile::T>::kSize;  // of a tile
-  static constexpr u32 kScores = Tile::WARPS * Tile::kScoreBytes;
-  u32 team;  // the lane's share of its team's first side
-  int side;
-
-  CUFA2_DEVICE Weights(u32 memory, int thread)
-      : team(memory + Tile::kWeights + Tile::team(thread) * Tile::SPLIT * Tile::kScoreBytes +
-             thread % 32 * 16),
-        side(Tile::side(thread)) {}
-  CUFA2_DEVICE u32 own() const { return team + side * Tile::kScoreBytes; }
-  static CUFA2_DEVICE u32 tile(int m, int n) { return 512 * (m * Tile::N_TILES + n) * kPieces; }
-};
-
-template <class T> CUFA2_DEVICE void load_tile(T (&x)[4], u32 address) {
-#pragma unroll
-  for (int e = 0; e < 4; e += Piece<T>::kSize) {
-    const Piece<T> piece = load_piece<T>(address + 512 * (e / Piece<T>::kSize));
-#pragma unroll
-    for (int j = 0; j < Piece<T>::kSize; ++j) x[e + j] = piece.at[j];
-  }
-}
-template <class T> CUFA2_DEVICE void store_tile(u32 address, const T (&x)[4]) {
-#pragma unroll
-  for (int e = 0; e < 4; e += Piece<T>::kSize) {
-    Piece<T> piece;
-#pragma unroll
-    for (int j = 0; j < Piece<T>::kSize; ++j) piece.at[j] = x[e + j];
-    store_piece(address + 512 * (e / Piece<T>::kSize), piece);
-  }
-}
-
-// A walk's view of the problem: positions and tensors as rows and columns.
-template <class Tile, class Mask, bool KEYS = Tile::KEYS> struct Walk : KeyFrame<Tile, Mask> {
-  using Base = KeyFrame<Tile, Mask>;
-  CUFA2_DEVICE Walk(const BwdParams& p, const KeyWork& w) : Base(p, w) {}
-  CUFA2_DEVICE bool any() const { return this->count > 0; }
-  CUFA2_DEVICE int row_begin() const { return this->work.k_begin; }
-  CUFA2_DEVICE int rows() const { return this->len.k; }
-  CUFA2_DEVICE int columns() const { return this->len.q; }
-  // Columns that some and that all of these rows keep. Those past the last have P = 0: unmasked.
-  CUFA2_DEVICE KvRange range(int begin, int end) const {
-    KvRange r = this->mask.q_range(begin, end);
-    if (r.full_end >= columns()) r.full_end = 0x7fffffff;
-    return r;
-  }
-  CUFA2_DEVICE RowRange kept(int row) const { return this->mask.column_range(row); }
-  CUFA2_DEVICE int row_head() const { return this->work.head; }
-  static CUFA2_DEVICE int column_head(const BwdParams&, const Step& at) { return at.head; }
-};
-
-template <class Tile, class Mask> struct Walk<Tile, Mask, false> : QueryFrame<Tile, Mask> {
-  using Base = QueryFrame<Tile, Mask>;
-  CUFA2_DEVICE Walk(const BwdParams& p, const Work& w) : Base(p, w) {}
-  CUFA2_DEVICE bool any() const { return this->first <= this->last; }
-  CUFA2_DEVICE Step begin(const BwdParams&) const { return {this->work.head, this->last}; }
-  CUFA2_DEVICE Step next(const Step& at) const { return {at.head, at.block - 1}; }
-  CUFA2_DEVICE bool within(const BwdParams&, const Step& at) const {
-    return at.block >= this->first;
-  }
-  CUFA2_DEVICE int row_begin() const { return this->work.q_begin; }
-  CUFA2_DEVICE int rows() const { return this->len.q; }
-  CUFA2_DEVICE int columns() const { return this->len.k; }
-  CUFA2_DEVICE KvRange range(int begin, int end) const {
-    return this->mask.kv_range(begin, min(end, rows()));
-  }
-  CUFA2_DEVICE RowRange kept(int row) const { return this->mask.row_range(row); }
-  CUFA2_DEVICE int row_head() const { return this->work.head; }
-  static CUFA2_DEVICE int column_head(const BwdParams& p, const Step& at) {
-    return at.head / p.group;
-  }
-};
+using WideQueryTile =
+    WideGradTile<T, D, DV, false, BLOCK_Q, BLOCK_K, WARPS, SPLIT, STAGES, false, TF32>;
 
 // Row `row` of a head of a tensor, in 16-bit units.
 template <class T>
@@ -216,101 +144,6 @@ CUFA2_DEVICE void load_stage(const BwdParams& p, const Frame& frame, u32 stage, 
   cp_async_commit();
 }
 
-// S and dP of a block of columns -> P and dS. `s` holds S, then P, unless a team shares them;
-// `row` and `column` are the positions of the warp's first row and the block's first column.
-template <class Tile, class Score, bool SAFE, class Frame>
-CUFA2_DEVICE void weigh(const BwdParams& p, const Frame& frame, u32 memory, u32 stage,
-                        typename Tile::Scores& s, int row, int column, bool masked) {
-  using T = typename Tile::T;
-  using Layout = Weights<Tile>;
-  constexpr int SPLIT = Tile::SPLIT;
-  const WideScore<Score, T> score(p);
-  // Natural exponents: scale_log2 and lse / ln 2 would add roundings that a plain loop has not.
-  const T scale = T(p.exact_scale_log2 * 0.69314718055994531), log2e = 1.4426950408889634;
-  const int thread = thread_index(), lane = thread % 32;
-  const Layout at(memory, thread);
-  const u32 facts = Tile::KEYS ? stage + Tile::kColumnFacts : memory + Tile::kRowFacts;
-  constexpr u32 kDelta = Tile::kFactBytes / 2;
-#pragma unroll
-  for (int m = 0; m < Tile::M_TILES; ++m) {
-    int begin[2] = {0, 0}, end[2] = {Tile::COLUMNS, Tile::COLUMNS};
-    T lse[4], delta[4];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int r = Tile::Scores::row(lane, 2 * m + h);
-      if (masked) {
-        // Kept columns of this row, counted from the lane's first column.
-        const RowRange range = frame.kept(row + r);
-        const int origin = column + Tile::Scores::column(lane, 0, 0) + 8 * at.side;
-        begin[h] = range.begin - origin;
-        end[h] = range.end - origin;
-      }
-      if constexpr (!Tile::KEYS) {
-        const u32 fact = facts + (Tile::team_row(thread) + r) * sizeof(T);
-        lse[2 * h] = lse[2 * h + 1] = load_element<T>(fact);
-        delta[2 * h] = delta[2 * h + 1] = load_element<T>(fact + kDelta);
-      }
-    }
-#pragma unroll
-    for (int n = 0; n < Tile::N_TILES; n += SPLIT) {  // and at.side further on
-      if (Tile::N_TILES % SPLIT != 0 && n + at.side >= Tile::N_TILES) continue;
-      if constexpr (Tile::KEYS) {
-        const u32 fact = facts + Tile::Scores::column(lane, n + at.side, 0) * sizeof(T);
-        load_two<T>(lse[0], lse[1], fact);
-        load_two<T>(delta[0], delta[1], fact + kDelta);
-        lse[2] = lse[0], lse[3] = lse[1], delta[2] = delta[0], delta[3] = delta[1];
-      }
-      const u32 place = Layout::tile(m, n) + at.side * Layout::tile(0, 1);
-      T x[4], y[4];
-      load_tile(y, at.team + place);
-      if constexpr (SPLIT == 1) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) x[e] = s.at[m][n][e];
-      } else {
-        load_tile(x, at.team + Layout::kScores + place);
-#pragma unroll
-        for (int side = 1; side < SPLIT; ++side) {
-          T more[4], more_y[4];
-          load_tile(more, at.team + side * Tile::kScoreBytes + Layout::kScores + place);
-          load_tile(more_y, at.team + side * Tile::kScoreBytes + place);
-#pragma unroll
-          for (int e = 0; e < 4; ++e) { x[e] += more[e]; y[e] += more_y[e]; }
-        }
-      }
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        if constexpr (SAFE && Tile::kHalves) {
-          const int i = Tile::team_row(thread) + Tile::Scores::row(lane, 2 * m + (e >> 1));
-          const int j = Tile::Scores::column(lane, n + at.side, e);
-          if (x[e] != x[e]) {
-            x[e] = plain_product<typename Tile::RowD, typename Tile::ColumnD>(
-                memory, i, stage, j, p.head_dim, T(0));
-          }
-          if (y[e] != y[e]) {
-            y[e] = plain_product<typename Tile::RowDv, typename Tile::ColumnDv>(
-                memory + Tile::RowD::kBytes, i, stage + Tile::kColumnDv, j, p.head_dim_v, T(0));
-          }
-        }
-        const T logit = score.score(x[e]);
-        const T weight = power_of_2(fma(logit, scale, -lse[e]) * log2e);
-        T grad = weight * (y[e] - delta[e]);
-        if constexpr (!Score::kIdentity) grad *= score.grad(logit);
-        const int c = Tile::Scores::column(0, n, e);
-        const bool drop = masked && (c < begin[e >> 1] || c >= end[e >> 1]);
-        x[e] = drop ? T(0) : weight;
-        y[e] = drop ? T(0) : grad;
-      }
-      const u32 own = at.own() + place;
-      store_tile(own, y);
-      if constexpr (Tile::KEYS && SPLIT > 1) store_tile(own + Layout::kScores, x);
-      if constexpr (Tile::KEYS && SPLIT == 1) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) s.at[m][n][e] = x[e];
-      }
-    }
-  }
-}
-
 // Adds one product to what the block leaves: the operands that `load_a` gives times this warp's
 // side of a tile of columns.
 template <class Tile, bool SAFE, bool ROLLED, class Smem, class Acc, class Frame, class LoadA>
@@ -326,6 +159,66 @@ CUFA2_DEVICE void add_product(Acc& d, const Frame& frame, const LoadA& load_a, u
       const RowRange range = frame.kept(row + Acc::row(lane, r));
       return column + k >= range.begin && column + k < range.end;
     });
+  }
+}
+
+// Adds this warp's part of dQ, the products of dS with its side of its team's keys, to the rows of
+// dq from query `column` on, 128 bytes of each at a time. Where a NaN comes up, dS is computed by
+// plain arithmetic and what is not finite in K enters no product that it could leak from.
+template <class Tile, class Score, class Frame>
+CUFA2_DEVICE void add_dq(const BwdParams& p, const Frame& frame, u32 memory, u32 stage, int head,
+                         int row, int column) {
+  using T = typename Tile::T;
+  using Smem = typename Tile::RowD;
+  constexpr int kPiece = Tile::kPiece, kStretch = 8 * kPiece;
+  constexpr int M_TILES = (Tile::N_TILES + 1) / 2, KEYS = 16 * Tile::M_TILES;
+  const T scale = is_same<T, float> ? T(p.scale) : T(p.exact_scale);
+#pragma unroll 1
+  for (int part = 0; part < Tile::kSideD / kStretch; ++part) {
+    const int thread = thread_index(), lane = thread % 32;
+    const int first = Tile::side(thread) * Tile::kSideD + part * kStretch;  // column of D
+    if (first >= p.head_dim) break;
+    const Weights<Tile> weights(memory, thread);
+    const u32 keys = memory + Tile::team_row(thread) * Smem::kRowBytes + first * sizeof(T);
+    const auto k_rows = PairReader<T, Smem>::at(keys, lane);
+    WideAccumulator<T, M_TILES, kPiece> dq;
+    dq.clear();
+    auto load_grad = [&](T (&x)[4], int n, int kk) { weights.load_grad_transposed(x, n, kk); };
+    multiply_columns<Tile::kTf32, false, true, KEYS>(dq, load_grad, k_rows, kStretch);
+    if constexpr (Tile::kHalves || Frame::kPerRow) {
+      if (warp_any(dq.has_nan())) {
+        dq.clear();
+        auto load_plain = [&](T (&x)[4], int n, int kk) {
+          if constexpr (Tile::kHalves) {
+            plain_grads<Tile, Score>(x, p, frame, memory, stage, row, column, n, kk);
+          } else {
+            weights.load_grad_transposed(x, n, kk);
+          }
+        };
+        multiply_columns<Tile::kTf32, true, true, KEYS>(dq, load_plain, k_rows, kStretch);
+        add_nonfinite<Smem, KEYS>(dq, keys, [&](int r, int k) {
+          const RowRange range = frame.kept(row + k);
+          const int i = column + dq.row(lane, r);
+          return i >= range.begin && i < range.end;
+        });
+      }
+    }
+    T* out = static_cast<T*>(p.dq) + frame.work.batch * p.dq_stride.batch +
+             head * p.dq_stride.head + first;
+#pragma unroll
+    for (int r = 0; r < 2 * M_TILES; ++r) {
+      const int i = column + dq.row(lane, r);
+      if (i >= frame.len.q || dq.row(0, r) >= Tile::COLUMNS) continue;
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int at = (lane % 4 * 2 + c) * kPiece;
+        if (first + at >= p.head_dim) continue;
+        Piece<T> piece;
+#pragma unroll
+        for (int j = 0; j < kPiece; ++j) piece.at[j] = dq.at[r >> 1][j][2 * (r & 1) + c] * scale;
+        reduce_add(out + i * p.dq_stride.row + at, piece);
+      }
+    }
   }
 }
 
@@ -392,7 +285,7 @@ CUFA2_DEVICE bool differentiate(const BwdParams& p, const Frame& frame, u32 memo
       multiply_rows<Tile::kTf32, Tile::kSideDv>(
           s, RowReader<T, typename Tile::RowDv>::for_a(rows, lane),
           RowReader<T, typename Tile::ColumnDv>::for_run(stage + Tile::kColumnDv + side, lane));
-      store_scores<Tile>(Layout(memory, thread).own(), s);
+      store_scores<Tile>(Layout(memory, thread).own(Tile::side(thread)), s);
     }
     take_turns(false);
     if (seen) {
@@ -407,34 +300,42 @@ CUFA2_DEVICE bool differentiate(const BwdParams& p, const Frame& frame, u32 memo
       }
       if constexpr (SPLIT > 1) {
         const int thread = thread_index();
-        store_scores<Tile>(Layout(memory, thread).own() + Layout::kScores, s);
+        store_scores<Tile>(Layout(memory, thread).own(Tile::side(thread)) + Layout::kScores, s);
         group_sync(1 + Tile::team(thread), 32 * SPLIT);
       }
       const bool masked = column < range.full_begin || column + COLUMNS > range.full_end;
       weigh<Tile, Score, SAFE>(p, frame, memory, stage, s, warp_row(), column, masked);
       if constexpr (SPLIT > 1) group_sync(1 + Tile::team(thread_index()), 32 * SPLIT);
-      const u32 team = Layout(memory, thread_index()).team;
-      auto load_grad = [&](T (&x)[4], int m, int kk) {
-        load_tile(x, team + kk % SPLIT * Tile::kScoreBytes + Layout::tile(m, kk));
+      else warp_sync();  // a lane reads dS of others
+    }
+    // P of SPLIT == 1 waits in registers: it goes first.
+    auto add_weights = [&] {
+      if (!KEYS || !seen) return;
+      const Layout weights(memory, thread_index());
+      auto load_weight = [&](T (&x)[4], int m, int kk) {
+        if constexpr (SPLIT > 1) {
+          weights.load_weight(x, m, kk);
+        } else {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) x[e] = s.at[m][kk][e];
+        }
       };
+      add_product<Tile, SAFE, (SPLIT > 1), typename Tile::ColumnDv>(
+          grad_v, frame, load_weight, stage + Tile::kColumnDv, p.head_dim_v, warp_row(), column);
+    };
+    if (Tile::STAGES > 0) add_weights();
+    if (seen) {
+      const Layout weights(memory, thread_index());
+      auto load_grad = [&](T (&x)[4], int m, int kk) { weights.load_grad(x, m, kk); };
       add_product<Tile, SAFE, true, typename Tile::ColumnD>(grad, frame, load_grad, stage,
                                                             p.head_dim, warp_row(), column);
-    }
-    if constexpr (KEYS) {
-      take_turns(true);
-      if (seen) {
-        const u32 team = Layout(memory, thread_index()).team + Layout::kScores;
-        auto load_weight = [&](T (&x)[4], int m, int kk) {
-          if constexpr (SPLIT > 1) {
-            load_tile(x, team + kk % SPLIT * Tile::kScoreBytes + Layout::tile(m, kk));
-          } else {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) x[e] = s.at[m][kk][e];
-          }
-        };
-        add_product<Tile, SAFE, (SPLIT > 1), typename Tile::ColumnDv>(
-            grad_v, frame, load_weight, stage + Tile::kColumnDv, p.head_dim_v, warp_row(), column);
+      if constexpr (Tile::ACCUMULATE && !SAFE) {
+        add_dq<Tile, Score>(p, frame, memory, stage, at.head, warp_row(), column);
       }
+    }
+    if (KEYS && Tile::STAGES == 0) {
+      take_turns(true);
+      add_weights();
     }
     if (Tile::STAGES < 2) {
       block_sync();
@@ -478,7 +379,7 @@ CUFA2_DEVICE void bwd_wide(const BwdParams& p, const Place& work) {
     using Part = WideGradTile<typename Tile::T, Tile::D, Tile::DV, Tile::KEYS,
                               Tile::KEYS ? Tile::BLOCK_Q : kRows,
                               Tile::KEYS ? kRows : Tile::BLOCK_K, Tile::WARPS, Tile::SPLIT,
-                              Tile::STAGES, Tile::kTf32>;
+                              Tile::STAGES, Tile::ACCUMULATE, Tile::kTf32>;
 #pragma unroll 1
     for (int row = 0; row < Tile::ROWS; row += kRows) {
       differentiate<Part, Score, true>(p, frame, memory, row);

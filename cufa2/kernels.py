@@ -53,6 +53,7 @@ class Kernel:
     excludes: tuple[tuple[str, Callable[[Problem], bool]], ...] = ()
     policies: bool = True  # takes a mask and a score
     atomics: bool = False  # has an instance without them for deterministic calls
+    dq_in_place: bool = False  # the atomics leave dq itself: nothing is left to do
     tf32: bool = False  # has an instance with products in TF32, for float32
     grain: Callable[[int], int] = lambda largest: 1
 
@@ -97,6 +98,11 @@ class Variant:
     def adds_dq(self) -> bool:
         """Whether dq is added up by atomics."""
         return self.kernel.atomics and not self.deterministic
+
+    @property
+    def completes_dq(self) -> bool:
+        """Whether it leaves dq, so that no kernel of that stage follows."""
+        return self.adds_dq and self.kernel.dq_in_place
 
     @property
     def smem_bytes(self) -> int:
@@ -235,6 +241,8 @@ KERNELS: tuple[Kernel, ...] = (
         tiles=tilings.BWD_WIDE,
         excludes=(_TOO_LONG,),
         tf32=True,
+        atomics=True,
+        dq_in_place=True,
         grain=_columns,
     ),
     Kernel(
@@ -249,7 +257,10 @@ KERNELS: tuple[Kernel, ...] = (
         dtypes=_WIDE,
         head_dims=_HEAD_DIMS,
         tiles=tilings.BWD_DQ_WIDE,
-        excludes=(_TOO_LONG,),
+        excludes=(
+            _TOO_LONG,
+            ("what bwd_wide_sm80 has added up by atomics", lambda p: not p.deterministic),
+        ),
         tf32=True,
     ),
 )

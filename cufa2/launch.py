@@ -124,13 +124,15 @@ def backward(
     """
     rows = problem.batch * problem.num_heads * params.work_rows(problem)
     main = next(k.variant for k in kernels if k.variant.kernel.stage == "main")
-    sums = rows * main.head_dim if main.adds_dq else 0
+    sums = rows * main.head_dim if main.adds_dq and not main.completes_dq else 0
     itemsize = max(ITEMSIZES[problem.dtype], 4)
     extra = [((rows,), itemsize), ((rows,), itemsize), ((sums,), 4)]
     inputs, outputs = ("q", "k", "v", "o", "grad_o"), ("dq", "dk", "dv")
     with _in_place(problem, views, inputs, outputs, extra, scratch) as (placed, work):
         pointers = [w.data.ptr if w.size else 0 for w in work]
         named = dict(zip(("row_lse", "delta", "dq_sum"), pointers, strict=True))
+        if main.completes_dq:
+            named["dq_sum"] = placed["dq"].pointer
         l2_bytes = device.info(at.index).l2_bytes
         values = params.backward_values(problem, placed, named, l2_bytes)
         for kernel in kernels:

@@ -44,6 +44,8 @@ def choose(problem: Problem, info: DeviceInfo, kernel: str | None = None) -> Pla
     forced = next((row.stage for row in KERNELS if row.name == kernel), stages[-1])
     chosen: list[Variant] = []
     for stage in stages:
+        if stage == "dq" and chosen[-1].completes_dq:
+            continue
         refusals = []
         for row in KERNELS:
             if row.direction == problem.direction and row.stage != stage:

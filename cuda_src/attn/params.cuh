@@ -44,7 +44,8 @@ struct BwdParams {
   const void* dlse;         // (B, H, Sq) or null
   void* row_lse;            // work, (B, H, rows) like lse: what bwd_delta.cuh makes of it
   void* delta;              // work, (B, H, rows) like lse: rowsum(dO * O) - dlse
-  float* dq_sum;            // work, (B, H, rows, HEAD_DIM) float32 in fragment order, or null
+  float* dq_sum;            // work, (B, H, rows, HEAD_DIM) float32 in fragment order; for wider
+                            // inputs dq itself; null if dQ is not added up by atomics
   const int* seqlens_q;     // (B,) or null
   const int* seqlens_k;     // (B,) or null
   Strides q_stride, k_stride, v_stride, o_stride, grad_o_stride, dq_stride, dk_stride, dv_stride;

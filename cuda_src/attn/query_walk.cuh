@@ -5,6 +5,7 @@
 
 // What a block knows about its queries. It lies in shared memory, as the forward's frame does.
 template <class Tile, class Mask> struct QueryFrame {
+  static constexpr bool kPerRow = Mask::kPerRow;
   Work work;
   Lengths len;
   Mask mask;
