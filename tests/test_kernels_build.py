@@ -68,11 +68,11 @@ def wanted(v: Variant, arch: str) -> bool:
 
     There bfloat16 has every instance but: `left`, causal's mirror image, of one head dim in the
     backward; softcap of deterministic instances and of their dq with one mask. float32 and float64
-    have three policies, two in the backward, and at one head dim all but of the float64 backward.
-    sm_80 and sm_86, cards with less shared memory, have three policies in bfloat16, the others
-    causal alone. float16 differs in two instructions: one mask a head dim on two architectures.
-    TF32 leaves instructions of float32 out: one mask a head dim on three, which have every tile.
-    CUFA2_TEST_ALL_BUILDS builds all.
+    have three policies and all of one head dim; in the backward two and those of float32, and one
+    where deterministic. sm_80 and sm_86, cards with less shared memory, have three policies in
+    bfloat16, the others causal alone. float16 differs in two instructions: one mask a head dim on
+    two architectures. TF32 leaves instructions of float32 out: one mask a head dim on three, which
+    have every tile. CUFA2_TEST_ALL_BUILDS builds all.
     """
     plain, causal = v.score == "plain", v.mask == "causal"
     if ALL_BUILDS or not v.kernel.policies:
@@ -87,11 +87,15 @@ def wanted(v: Variant, arch: str) -> bool:
     if arch == "sm_90a":
         if v.kernel.name == "fwd_sm80":
             return True
-        if v.head_dim == 64 and not (backward and v.dtype == "float64"):
+        if backward and v.dtype != "bfloat16":
+            if v.deterministic:
+                return causal and plain
+            return two or (v.head_dim == 64 and v.dtype == "float32")
+        if v.head_dim == 64:
             return True
         if v.kernel.name == "bwd_sm80" and not v.deterministic:
             return v.mask != "left"
-        return two if backward and v.dtype != "bfloat16" else three
+        return three
     if arch in ("sm_80", "sm_86") and v.dtype == "bfloat16":
         return three and (causal or not v.deterministic)
     # A head dim has another tile with softcap if one of its tiles is for one score only.

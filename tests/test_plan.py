@@ -81,7 +81,10 @@ def computes(variant: kernels.Variant) -> bool:
 def test_every_legal_problem_has_a_plan(p: Problem, info: DeviceInfo) -> None:
     """And its kernels compute this problem, stage by stage, and fit this card."""
     chosen = plan.choose(p, info)
-    assert tuple(v.kernel.stage for v in chosen.variants) == STAGES[p.direction]
+    stages = STAGES[p.direction]
+    assert tuple(v.kernel.stage for v in chosen.variants) == (
+        stages[:-1] if chosen.variant.completes_dq else stages
+    )
     assert chosen.kernel is chosen.variant.kernel
     assert chosen.kernel.stage == "main"
     for variant in chosen.variants:
@@ -112,13 +115,14 @@ def test_every_legal_problem_has_a_plan(p: Problem, info: DeviceInfo) -> None:
     # compute dq, and not only convert it, read no buffer.
     shared = {v.head_dim for v in chosen.variants if v.kernel.stage != "dq" or not computes(v)}
     assert len(shared) == 1
-    # dq is added up by atomics or computed by a kernel of its own, and only 16-bit calls that need
-    # not repeat to the bit take the first way.
-    assert chosen.variant.adds_dq == (
-        p.direction == "backward" and ITEMSIZES[p.dtype] == 2 and not p.deterministic
-    )
+    # dq is added up by atomics, of 16-bit inputs in a buffer that is then converted; or, to repeat
+    # to the bit, computed by a kernel of its own.
+    adds = p.direction == "backward" and not p.deterministic
+    assert chosen.variant.adds_dq == adds
+    assert chosen.variant.completes_dq == (adds and ITEMSIZES[p.dtype] > 2)
     if p.direction == "backward":
-        assert computes(chosen.variants[-1]) != chosen.variant.adds_dq
+        computed = [v for v in chosen.variants if v.kernel.stage == "dq" and computes(v)]
+        assert len(computed) == p.deterministic
 
 
 @settings(deadline=None, max_examples=200)
@@ -222,8 +226,8 @@ def test_variants_hold_both_precisions_of_float32(arch: str) -> None:
     made = set(plan.variants(INFOS[arch]))
     for d, precision in itertools.product(range(1, 257), (None, "tf32")):
         p = problem(dtype="float32", head_dim=d, head_dim_v=d, precision=precision)
-        for direction in STAGES:
-            p = dataclasses.replace(p, direction=direction)
+        for direction, deterministic in itertools.product(STAGES, (False, True)):
+            p = dataclasses.replace(p, direction=direction, deterministic=deterministic)
             chosen = plan.choose(p, INFOS[arch]).variants
             assert set(chosen) <= made
             assert {v.tf32 for v in chosen if v.kernel.tf32} == {precision == "tf32"}
@@ -259,13 +263,15 @@ def test_variant_names() -> None:
     for precision, short in ((None, "fp32"), ("tf32", "tf32")):
         p = problem(dtype="float32", window_right=0, precision=precision)
         assert plan.choose(p, info).variant.name == f"fwd_wide_sm80_{short}_d64_causal"
-        for deterministic in (False, True):  # one way serves both
-            p = dataclasses.replace(p, direction="backward", deterministic=deterministic)
-            assert [v.name for v in plan.choose(p, info).variants] == [
-                "bwd_delta_fp32_d64",
-                f"bwd_wide_sm80_{short}_d64_causal",
-                f"bwd_dq_wide_sm80_{short}_d64_causal",
-            ]
+        main = f"bwd_wide_sm80_{short}_d64_causal"
+        p = dataclasses.replace(p, direction="backward")
+        assert [v.name for v in plan.choose(p, info).variants] == ["bwd_delta_fp32_d64", main]
+        p = dataclasses.replace(p, deterministic=True)
+        assert [v.name for v in plan.choose(p, info).variants] == [
+            "bwd_delta_fp32_d64",
+            f"{main}_deterministic",
+            f"bwd_dq_wide_sm80_{short}_d64_causal",
+        ]
 
 
 @pytest.mark.parametrize(
@@ -387,6 +393,7 @@ def test_refusals_are_not_cached_as_plans() -> None:
 @pytest.mark.parametrize("row", KERNELS, ids=lambda row: row.name)
 def test_rows_are_sound(row: Kernel) -> None:
     """Dims and tiles ascend so that "the first that fits" is the best one that fits."""
+    assert row.atomics or not row.dq_in_place
     # A file is named for its row, or for another one of the same pass and dtypes that it serves.
     mates = (r for r in KERNELS if (r.direction, r.dtypes) == (row.direction, row.dtypes))
     assert row.file in {f"{r.name}.cuh" for r in mates}
