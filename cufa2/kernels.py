@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from . import tilings
 from .problem import Direction, Problem
-from .tiles import BwdTile, DqTile, FwdTile, Tile, WideGradTile, WideTile
+from .tiles import Tile
 
 Stage = Literal["main", "delta", "dq"]
 # The kernels of a pass, in the order in which they run.
@@ -144,15 +145,7 @@ KERNELS: tuple[Kernel, ...] = (
         min_cc=(8, 0),
         dtypes=_HALVES,
         head_dims=_HEAD_DIMS,
-        tiles=(
-            FwdTile(64, 128, 64, 4, 2, q_in_registers=True),
-            FwdTile(96, 128, 64, 4, 2, scores=("plain",)),
-            FwdTile(128, 128, 64, 4, 2, max_cc=(9, 0), scores=("plain",)),
-            FwdTile(128, 128, 48, 4, 2),
-            FwdTile(256, 128, 64, 8, 1),
-            FwdTile(256, 128, 32, 8, 1),
-            FwdTile(256, 64, 32, 4, 1),
-        ),
+        tiles=tilings.FWD,
         excludes=(_TOO_LONG,),
     ),
     Kernel(
@@ -166,24 +159,7 @@ KERNELS: tuple[Kernel, ...] = (
         min_cc=(8, 0),
         dtypes=_WIDE,
         head_dims=_HEAD_DIMS,
-        tiles=(
-            WideTile(64, 128, 32, 4, 2, itemsize=4),
-            WideTile(64, 128, 32, 8, 1, itemsize=8),
-            WideTile(96, 128, 32, 4, 2, itemsize=4),
-            WideTile(128, 256, 32, 8, 1, max_cc=(8, 0), itemsize=4),
-            WideTile(128, 128, 32, 4, 2, itemsize=4),
-            WideTile(128, 128, 32, 8, 1, slots=3, itemsize=8),
-            WideTile(128, 128, 16, 8, 1, itemsize=8),
-            WideTile(128, 64, 16, 4, 1, itemsize=8),
-            WideTile(192, 64, 32, 8, 1, split=2, parts=2, slots=4, itemsize=8),
-            WideTile(192, 64, 16, 8, 1, split=2, itemsize=8),
-            WideTile(256, 128, 32, 8, 1, split=2, itemsize=4),
-            WideTile(256, 64, 32, 4, 1, split=2, itemsize=4),
-            WideTile(256, 32, 16, 2, 1, split=2, itemsize=4),
-            WideTile(256, 64, 32, 8, 1, split=2, parts=4, slots=4, itemsize=8),
-            WideTile(256, 32, 16, 4, 1, split=2, itemsize=8),
-            WideTile(256, 16, 8, 2, 1, split=2, itemsize=8),
-        ),
+        tiles=tilings.FWD_WIDE,
         excludes=(_TOO_LONG,),
         tf32=True,
     ),
@@ -213,19 +189,7 @@ KERNELS: tuple[Kernel, ...] = (
         min_cc=(8, 0),
         dtypes=_HALVES,
         head_dims=_HEAD_DIMS,
-        tiles=(
-            BwdTile(64, 64, 128, 4, 2, key_warps=4, least_smem=200 << 10),
-            BwdTile(64, 32, 128, 4, 2, key_warps=4, max_cc=(9, 0)),
-            BwdTile(128, 64, 128, 8, 1, key_warps=4, max_cc=(9, 0)),
-            BwdTile(
-                128, 64, 128, 8, 1, key_warps=4, do_stages=1, max_cc=(9, 0), scores=("plain",)
-            ),
-            BwdTile(128, 32, 64, 4, 2, key_warps=2),
-            BwdTile(256, 64, 64, 8, 1, key_warps=2),
-            BwdTile(256, 64, 64, 8, 1, key_warps=2, do_stages=1),
-            BwdTile(256, 64, 64, 8, 1, key_warps=2, q_stages=1, do_stages=1),
-            BwdTile(256, 32, 32, 4, 1, key_warps=2, do_stages=1),
-        ),
+        tiles=tilings.BWD,
         excludes=(_TOO_LONG,),
         atomics=True,
         grain=_columns,
@@ -257,12 +221,7 @@ KERNELS: tuple[Kernel, ...] = (
         min_cc=(8, 0),
         dtypes=_HALVES,
         head_dims=_HEAD_DIMS,
-        tiles=(
-            DqTile(128, 128, 32, 4, 2, max_cc=(9, 0)),
-            DqTile(256, 128, 32, 8, 1),
-            DqTile(256, 64, 32, 4, 1),
-            DqTile(256, 64, 16, 4, 1),
-        ),
+        tiles=tilings.BWD_DQ,
         excludes=(
             _TOO_LONG,
             ("what bwd_sm80 has added up by atomics", lambda p: not p.deterministic),
@@ -279,25 +238,7 @@ KERNELS: tuple[Kernel, ...] = (
         min_cc=(8, 0),
         dtypes=_WIDE,
         head_dims=_HEAD_DIMS,
-        tiles=(
-            WideGradTile(64, 32, 128, 4, 2, stages=1, itemsize=4, least_smem=200 << 10),
-            WideGradTile(64, 16, 128, 4, 1, itemsize=4),
-            WideGradTile(64, 16, 64, 4, 2, itemsize=8, least_smem=200 << 10),
-            WideGradTile(64, 8, 64, 4, 1, itemsize=8),
-            WideGradTile(128, 16, 128, 8, 1, split=2, itemsize=4),
-            WideGradTile(128, 32, 64, 4, 1, split=2, itemsize=4),
-            WideGradTile(128, 16, 64, 4, 1, split=2, stages=1, itemsize=4),
-            WideGradTile(128, 16, 64, 8, 1, split=2, itemsize=8),
-            WideGradTile(128, 16, 32, 4, 1, split=2, itemsize=8),
-            WideGradTile(128, 16, 16, 2, 1, split=2, stages=1, itemsize=8),
-            WideGradTile(256, 16, 64, 8, 1, split=2, itemsize=4),
-            WideGradTile(256, 16, 32, 4, 1, split=2, itemsize=4),
-            WideGradTile(256, 16, 16, 2, 1, split=2, stages=1, itemsize=4),
-            WideGradTile(256, 16, 32, 8, 1, split=4, itemsize=8),
-            WideGradTile(256, 16, 32, 8, 1, split=4, stages=1, itemsize=8),
-            WideGradTile(256, 16, 16, 4, 1, split=4, stages=1, itemsize=8),
-            WideGradTile(256, 8, 16, 4, 1, split=4, stages=0, itemsize=8),
-        ),
+        tiles=tilings.BWD_WIDE,
         excludes=(_TOO_LONG,),
         tf32=True,
         atomics=True,
@@ -315,25 +256,7 @@ KERNELS: tuple[Kernel, ...] = (
         min_cc=(8, 0),
         dtypes=_WIDE,
         head_dims=_HEAD_DIMS,
-        tiles=(
-            WideGradTile(64, 256, 32, 8, 1, keys=False, itemsize=4),
-            WideGradTile(64, 128, 16, 4, 1, keys=False, itemsize=4),
-            WideGradTile(64, 64, 16, 4, 2, keys=False, itemsize=8, least_smem=200 << 10),
-            WideGradTile(64, 64, 8, 4, 1, keys=False, itemsize=8),
-            WideGradTile(128, 128, 16, 8, 1, keys=False, split=2, itemsize=4),
-            WideGradTile(128, 64, 32, 4, 1, keys=False, split=2, itemsize=4),
-            WideGradTile(128, 64, 16, 4, 1, keys=False, split=2, stages=1, itemsize=4),
-            WideGradTile(128, 64, 16, 8, 1, keys=False, split=2, itemsize=8),
-            WideGradTile(128, 32, 16, 4, 1, keys=False, split=2, itemsize=8),
-            WideGradTile(128, 16, 16, 2, 1, keys=False, split=2, stages=1, itemsize=8),
-            WideGradTile(256, 64, 16, 8, 1, keys=False, split=2, itemsize=4),
-            WideGradTile(256, 32, 16, 4, 1, keys=False, split=2, itemsize=4),
-            WideGradTile(256, 16, 16, 2, 1, keys=False, split=2, stages=1, itemsize=4),
-            WideGradTile(256, 32, 16, 8, 1, keys=False, split=4, itemsize=8),
-            WideGradTile(256, 32, 16, 8, 1, keys=False, split=4, stages=1, itemsize=8),
-            WideGradTile(256, 16, 16, 4, 1, keys=False, split=4, stages=1, itemsize=8),
-            WideGradTile(256, 16, 8, 4, 1, keys=False, split=4, stages=0, itemsize=8),
-        ),
+        tiles=tilings.BWD_DQ_WIDE,
         excludes=(
             _TOO_LONG,
             ("what bwd_wide_sm80 has added up by atomics", lambda p: not p.deterministic),

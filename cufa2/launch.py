@@ -119,8 +119,8 @@ def backward(
     """Queue one backward pass, kernel after kernel; `at` is current.
 
     views: q, k, v, o, grad_o, dq, dk, dv (B, S, H, D), lse; dlse, seqlens_q, seqlens_k or None.
-    Work memory: two numbers of lse's type a query row and, where dq is added up by atomics, a
-    float32 dq.
+    Work memory: two numbers of lse's type a query row and, where atomics add up dq of 16-bit
+    inputs, a float32 dq. Wider types have it added up in place.
     """
     rows = problem.batch * problem.num_heads * params.work_rows(problem)
     main = next(k.variant for k in kernels if k.variant.kernel.stage == "main")
@@ -132,7 +132,9 @@ def backward(
         pointers = [w.data.ptr if w.size else 0 for w in work]
         named = dict(zip(("row_lse", "delta", "dq_sum"), pointers, strict=True))
         if main.completes_dq:
-            named["dq_sum"] = placed["dq"].pointer
+            dq = placed["dq"]
+            assert dq is not None, "dq is given"
+            named["dq_sum"] = dq.pointer
         l2_bytes = device.info(at.index).l2_bytes
         values = params.backward_values(problem, placed, named, l2_bytes)
         for kernel in kernels:

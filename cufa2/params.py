@@ -101,12 +101,14 @@ def backward_values(
     """Values of the BwdParams fields.
 
     views: q, k, v, o, grad_o, dq, dk, dv (B, S, H, D), lse; dlse, seqlens_q, seqlens_k or None.
-    work: addresses of the work arrays row_lse, delta and dq_sum (0: none).
+    work: addresses of the work arrays row_lse and delta, and of what dq is added up in, dq_sum
+    (0: none).
     """
     exponent = p.softcap if p.softcap else p.softmax_scale
     itemsize = _itemsize(views)
-    # What the blocks of a key head share: Q and dO of its group, and the float32 sums of dQ.
-    per_row = (p.head_dim + p.head_dim_v) * itemsize + (4 * p.head_dim if work["dq_sum"] else 0)
+    # What the blocks of a key head share: Q and dO of its group, and the sums of dQ.
+    sums = p.head_dim * max(itemsize, 4) if work["dq_sum"] else 0
+    per_row = (p.head_dim + p.head_dim_v) * itemsize + sums
     heads = p.batch * p.num_heads_kv
     values = _common(p, views, _BWD_TENSORS)
     values |= _rows_of("lse", views["lse"]) | _rows_of("dlse", views["dlse"])

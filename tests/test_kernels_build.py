@@ -6,11 +6,14 @@ is a failure here, long before anyone runs it.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import re
 import struct
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,22 +23,24 @@ import pytest
 from cufa2 import compiler, plan
 from cufa2.cache import Cubin
 from cufa2.device import DeviceInfo, info_for_arch
-from cufa2.kernels import KERNELS, MASKS, SCORES, Variant
+from cufa2.kernels import C_TYPES, KERNELS, MASKS, SCORES, Kernel, Variant
 from cufa2.params import FORMATS, PARAMS, SIZES, WORK_ROWS
-from cufa2.problem import CompileError, Problem
+from cufa2.problem import DTYPES, CompileError, Problem
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 REGISTERS = 65536  # 32-bit registers of a multiprocessor, on every architecture here
 
 
-def uneven(d: int, dv: int, mask: str, score: str, info: DeviceInfo) -> Iterator[Variant]:
-    """What problems with Dv != D compile to; `plan.variants` lists equal dims only."""
+def serving(
+    d: int, dv: int, dtype: str, mask: str, score: str, info: DeviceInfo, tf32: bool = False
+) -> Iterator[Variant]:
+    """What problems with these head dims compile to; `plan.variants` lists equal dims only."""
     bounds = {"full": (None, None), "causal": (None, 0), "left": (4, None), "local": (4, 4)}
     left, right = bounds[mask]
     for direction, deterministic in (("forward", False), ("backward", False), ("backward", True)):
         problem = Problem(
             direction=cast(Any, direction),
-            dtype="bfloat16",
+            dtype=dtype,
             batch=1,
             seqlen_q=1,
             seqlen_k=1,
@@ -48,11 +53,12 @@ def uneven(d: int, dv: int, mask: str, score: str, info: DeviceInfo) -> Iterator
             window_left=left,
             window_right=right,
             deterministic=deterministic,
+            precision="tf32" if tf32 else None,
         )
         yield from plan.choose(problem, info).variants
 
 
-# Every instance of every architecture is some 5500 builds, too many for every run.
+# Every instance of every architecture is some 7500 builds, too many for every run.
 ALL_BUILDS = bool(os.environ.get("CUFA2_TEST_ALL_BUILDS"))
 
 
@@ -61,42 +67,79 @@ def wanted(v: Variant, arch: str) -> bool:
     policies on sm_90a.
 
     There bfloat16 has every instance but: `left`, causal's mirror image, of one head dim in the
-    backward; softcap of deterministic instances and of their dq with one mask. sm_80 and sm_86,
-    cards with less shared memory, have three policies, the others causal alone. float16 differs in
-    two instructions: one mask a head dim on two architectures. TF32 leaves instructions of float32
-    out: one mask a head dim on three, which have every tile. CUFA2_TEST_ALL_BUILDS builds all.
+    backward; softcap of deterministic instances and of their dq with one mask. float32 and float64
+    have three policies and all of one head dim; in the backward two and those of float32, and one
+    where deterministic. sm_80 and sm_86, cards with less shared memory, have three policies in
+    bfloat16, the others causal alone. float16 differs in two instructions: one mask a head dim on
+    two architectures. TF32 leaves instructions of float32 out: one mask a head dim on three, which
+    have every tile. CUFA2_TEST_ALL_BUILDS builds all.
     """
     plain, causal = v.score == "plain", v.mask == "causal"
     if ALL_BUILDS or not v.kernel.policies:
-        return ALL_BUILDS or v.dtype == "bfloat16" or arch == "sm_90a"
+        return ALL_BUILDS or v.dtype != "float16" or arch == "sm_90a"
     if v.dtype == "float16":
         return causal and plain and not v.deterministic and arch in ("sm_86", "sm_90a")
     if v.tf32:
         return causal and plain and not v.deterministic and arch in ("sm_80", "sm_86", "sm_90a")
-    three = (v.mask, v.score) in (("full", "plain"), ("causal", "plain"), ("local", "softcap"))
+    two = (v.mask, v.score) in (("causal", "plain"), ("local", "softcap"))
+    three = two or (v.mask, v.score) == ("full", "plain")
+    backward = v.kernel.direction == "backward"
     if arch == "sm_90a":
-        if v.head_dim == 64 or v.kernel.name == "fwd_sm80":
+        if v.kernel.name == "fwd_sm80":
+            return True
+        if backward and v.dtype != "bfloat16":
+            if v.deterministic:
+                return causal and plain
+            return two or (v.head_dim == 64 and v.dtype == "float32")
+        if v.head_dim == 64:
             return True
         if v.kernel.name == "bwd_sm80" and not v.deterministic:
             return v.mask != "left"
         return three
     if arch in ("sm_80", "sm_86") and v.dtype == "bfloat16":
         return three and (causal or not v.deterministic)
-    # Some tiles of these head dims are for one score only.
-    return causal and not v.deterministic and (plain or v.head_dim in (96, 128))
+    # A head dim has another tile with softcap if one of its tiles is for one score only.
+    choosy = any(
+        t.scores != tuple(SCORES) and t.max_head_dim >= v.head_dim for t in v.kernel.tiles
+    )
+    return causal and not v.deterministic and (plain or (choosy and v.head_dim in (96, 128)))
+
+
+# Pairs of Dv != D in which stretches, warps, sides and staging differ, by architecture and dtype.
+PAIRS: dict[str, dict[str, tuple[tuple[int, int], ...]]] = {
+    "sm_80": {
+        "bfloat16": ((192, 128), (64, 256)),
+        "float32": ((192, 128),),
+        "float64": ((64, 256),),
+    },
+    "sm_86": {
+        "bfloat16": ((192, 128), (64, 256)),
+        "float32": ((64, 256),),
+        "float64": ((192, 128),),
+    },
+    "sm_90a": {
+        "bfloat16": (
+            *((192, 128), (64, 256), (256, 32), (96, 32)),
+            *((32, 192), (96, 256), (128, 64), (32, 128)),
+        ),
+        "float32": ((192, 128), (64, 256), (256, 32)),
+        "tf32": ((96, 256),),
+        "float64": ((192, 128), (64, 256), (32, 192)),
+    },
+}
 
 
 def builds() -> list[tuple[str, Variant]]:
-    """What `wanted` says, and pairs of Dv != D in which stretches, warps and staging differ."""
+    """What `wanted` says, and the PAIRS."""
     chosen = []
     for arch in ARCHS:
         info = info_for_arch(arch)
         chosen += [(arch, v) for v in plan.variants(info) if wanted(v, arch)]
-        pairs = [(192, 128), (64, 256)] if arch in ("sm_80", "sm_86", "sm_90a") else []
-        if arch == "sm_90a":
-            pairs += [(256, 32), (96, 32), (32, 192), (96, 256), (128, 64), (32, 128)]
-        for d, dv in pairs:
-            chosen += [(arch, v) for v in uneven(d, dv, "causal", "plain", info)]
+        for kind, pairs in PAIRS.get(arch, {}).items():
+            dtype, fast = ("float32", True) if kind == "tf32" else (kind, False)
+            for d, dv in pairs:
+                found = serving(d, dv, dtype, "causal", "plain", info, fast)
+                chosen += [(arch, v) for v in found]
     return list(dict.fromkeys(chosen))
 
 
@@ -165,6 +208,12 @@ def test_the_builds_cover_the_table() -> None:
     assert fast == {
         (row.name, t) for row in KERNELS if row.tf32 for t in row.tiles if t.itemsize == 4
     }
+    uneven = {
+        (v.kernel.name, v.dtype) for _, v in BUILDS if v.head_dim != v.head_dim_v and not v.tf32
+    }
+    assert uneven == {
+        (k.name, dtype) for k in KERNELS for dtype in k.dtypes if k.policies and dtype != "float16"
+    }
 
 
 # the parameter struct
@@ -221,6 +270,38 @@ def test_params_have_the_offsets_that_python_packs(struct_name: str) -> None:
     compile_unit(params_unit(checks, struct_name))
     assert struct.calcsize(FORMATS[struct_name]) == SIZES[struct_name]
     assert SIZES[struct_name] % 8 == 0, "C pads the struct to its alignment, Python does not"
+
+
+@functools.cache
+def tiles_in_use() -> dict[Kernel, set[Variant]]:
+    """For each row a variant of every tile, dtype and pair of head dims that problems lead to."""
+    found: dict[Kernel, set[Variant]] = {row: set() for row in KERNELS}
+    sizes = sorted({d for row in KERNELS for d in row.head_dims})
+    for arch, d, dv, dtype, score in itertools.product(ARCHS, sizes, sizes, DTYPES, SCORES):
+        for tf32 in (False, True) if dtype == "float32" else (False,):
+            for v in serving(d, dv, dtype, "full", score, info_for_arch(arch), tf32):
+                found[v.kernel].add(replace(v, score="plain"))
+    return found
+
+
+@pytest.mark.parametrize("row", [k for k in KERNELS if k.policies], ids=lambda row: row.name)
+def test_python_knows_the_shared_memory_of_every_tile(row: Kernel) -> None:
+    """Variant.smem_bytes is the kBytes of its C++ tile, for D != Dv too; of a kernel that has
+    atomics the instance without them may use less."""
+    checks = []
+    for v in tiles_in_use()[row]:
+        flags = [not v.deterministic] * row.atomics + [v.tf32] * row.tf32
+        sizes = (str(a).lower() for a in (*v.tile.arguments, *flags))
+        arguments = ", ".join([C_TYPES[v.dtype], str(v.head_dim), str(v.head_dim_v), *sizes])
+        relation = "<=" if v.deterministic else "=="
+        used = f"{row.tile_type}<{arguments}>::kBytes"
+        checks.append(f'static_assert({used} {relation} {v.smem_bytes}, "{v.name} uses other");')
+    assert {v.tile for v in tiles_in_use()[row]} == set(row.tiles)
+    header, whole = (compiler.flatten(file) for file in ("attn/params.cuh", row.file))
+    compile_unit(params_unit(checks, row.params).replace(header, whole))
+    checks[-1] = checks[-1].replace("kBytes", "kBytes + 16 * 1024")
+    with pytest.raises(CompileError, match=r'failed with "\w+ uses other"'):
+        compile_unit(params_unit(checks, row.params).replace(header, whole))
 
 
 MOVED = [(name, index) for name in PARAMS for index in (0, len(PARAMS[name]) // 2, -1)]

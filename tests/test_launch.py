@@ -1,20 +1,25 @@
-"""What a launch tells the kernel, checked without a GPU: parameters and the order of tiles."""
+"""What a launch tells the kernels, checked without a GPU: parameters, work memory, order."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cufa2 import device, launch, plan
 from cufa2 import params as layouts
 from cufa2.arrays import ArrayView
+from cufa2.kernels import Variant
 from cufa2.params import BWD_PARAMS, FORMATS, FWD_PARAMS, PARAMS, WORK_ROWS
-from cufa2.problem import Problem
+from cufa2.problem import DTYPES, ITEMSIZES, Problem
 
 PROBLEM = Problem(
     direction="forward",
@@ -104,6 +109,85 @@ def test_sections_of_the_backward_count_what_its_blocks_share() -> None:
         used = values["section_kv"] * 3 * 20000 * row
         assert values["section_kv"] == 1 or used <= 0.95 * L2
     assert with_sums["section_kv"] <= without["section_kv"]
+
+
+class FakeScratch:
+    """Notes what it is asked for; the addresses are 256, 512 and so on, or 0 for nothing."""
+
+    lock = nullcontext()
+
+    def __init__(self) -> None:
+        self.wanted: list[tuple[tuple[int, ...], int]] = []
+
+    def take(self, wanted: Any) -> list[Any]:
+        self.wanted += wanted
+        sizes = [math.prod(shape) for shape, _ in wanted]
+        return [
+            SimpleNamespace(size=size, data=SimpleNamespace(ptr=256 * (n + 1)))
+            for n, size in enumerate(sizes)
+        ]
+
+
+class FakeKernel:
+    """Notes each launch in `calls`."""
+
+    def __init__(self, variant: Variant, calls: list[Any]) -> None:
+        self.variant, self.calls = variant, calls
+
+    def function(self, grid: Any, block: Any, args: Any, **more: Any) -> None:
+        self.calls.append((self.variant, (grid, block, args, more)))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_work_memory_and_order_of_a_backward(
+    dtype: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two numbers of lse's type a query row; float32 sums of dq only where atomics make them, of
+    16-bit inputs. What atomics add to otherwise is dq itself."""
+    info = device.info_for_arch("sm_90a")
+    monkeypatch.setattr(device, "info", lambda index: info)
+    for d, dv, sq in itertools.product((64, 72, 256), (32, 200), (1, 100, 129)):
+        problem = replace(
+            PROBLEM,
+            direction="backward",
+            dtype=dtype,
+            seqlen_q=sq,
+            head_dim=d,
+            head_dim_v=dv,
+            deterministic=deterministic,
+        )
+        calls: list[Any] = []
+        kernels = [FakeKernel(v, calls) for v in plan.choose(problem, info).variants]
+        wide = dtype == "float64"
+        views = {
+            name: replace(v, dtype=dtype, shape=(*v.shape[:3], d if name[-1] in "qk" else dv))
+            for name, v in (VIEWS | GRADS).items()
+        }
+        lse = replace(LSE, dtype="float64" if wide else "float32")
+        scratch, stream = FakeScratch(), object()
+        launch.backward(
+            cast(Any, kernels),
+            problem,
+            {**views, "lse": lse, "dlse": None, "seqlens_q": None, "seqlens_k": None},
+            cast(Any, SimpleNamespace(index=0, stream=stream)),
+            cast(Any, scratch),
+        )
+        rows = problem.batch * problem.num_heads * -(-sq // WORK_ROWS) * WORK_ROWS
+        summed = ITEMSIZES[dtype] == 2 and not deterministic
+        in_place = ITEMSIZES[dtype] > 2 and not deterministic
+        of_lse = 8 if wide else 4
+        sums = rows * kernels[1].variant.head_dim if summed else 0
+        assert scratch.wanted == [((rows,), of_lse), ((rows,), of_lse), ((sums,), 4)]
+        assert [v.kernel.stage for v, _ in calls] == ["delta", "main", "dq"][: 3 - in_place]
+        for variant, (grid, block, (packed,), more) in calls:
+            blocks = variant.kernel.blocks(variant.tile, problem)
+            assert (grid, block) == ((blocks, 1), (32 * variant.tile.warps,))
+            assert more == {"shared_mem": variant.smem_bytes, "stream": stream}
+            fields = struct.unpack(FORMATS["BwdParams"], packed.tobytes())
+            got = dict(zip((name for name, _ in BWD_PARAMS), fields, strict=True))
+            assert (got["row_lse"], got["delta"]) == (256, 512)
+            assert got["dq_sum"] == (768 if summed else got["dq"] if in_place else 0)
 
 
 def test_every_field_is_filled_and_packs() -> None:

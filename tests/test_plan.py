@@ -15,10 +15,10 @@ from cufa2 import device, kernels, params, plan
 from cufa2.device import DeviceInfo, info_for_arch
 from cufa2.kernels import KERNELS, MAX_SEQLEN, SMEM_RESERVE, STAGES, Kernel
 from cufa2.problem import DTYPES, ITEMSIZES, Problem, UnsupportedError
+from cufa2.tiles import WideGradTile
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 INFOS = {arch: info_for_arch(arch) for arch in ARCHS}
-GPU_DTYPES = ("float16", "bfloat16")  # in both directions
 TURING = DeviceInfo("a Turing card", (7, 5), 64 << 10, 40, 4 << 20)
 
 
@@ -40,8 +40,7 @@ def problem(**changes: Any) -> Problem:
 
 
 bounds = st.none() | st.integers(0, 1000)
-kinds = [*itertools.product(("forward", "backward"), GPU_DTYPES)]
-kinds += [("forward", dtype) for dtype in DTYPES if dtype not in GPU_DTYPES]
+kinds = [*itertools.product(STAGES, DTYPES)]
 
 
 def problem_of(kind: tuple[str, str], tf32: bool, **changes: Any) -> Problem:
@@ -72,12 +71,20 @@ problems = st.builds(
 infos = st.sampled_from(list(INFOS.values()))
 
 
+def computes(variant: kernels.Variant) -> bool:
+    """Whether the kernel does attention's work, and so takes a mask and a score."""
+    return variant.kernel.policies
+
+
 @settings(deadline=None, max_examples=400)
 @given(problems, infos)
 def test_every_legal_problem_has_a_plan(p: Problem, info: DeviceInfo) -> None:
     """And its kernels compute this problem, stage by stage, and fit this card."""
     chosen = plan.choose(p, info)
-    assert tuple(v.kernel.stage for v in chosen.variants) == STAGES[p.direction]
+    stages = STAGES[p.direction]
+    assert tuple(v.kernel.stage for v in chosen.variants) == (
+        stages[:-1] if chosen.variant.completes_dq else stages
+    )
     assert chosen.kernel is chosen.variant.kernel
     assert chosen.kernel.stage == "main"
     for variant in chosen.variants:
@@ -104,9 +111,18 @@ def test_every_legal_problem_has_a_plan(p: Problem, info: DeviceInfo) -> None:
             assert (left, right) == (p.window_left is not None, p.window_right is not None)
         grain = row.grain(max(p.head_dim, p.head_dim_v))
         assert variant.head_dim % grain == variant.head_dim_v % grain == 0
-    # The kernels of a backward pass that share the dq buffer agree on its row length.
-    shared = {v.head_dim for v in chosen.variants if v.kernel.name != "bwd_dq_sm80"}
+    # The kernels of a backward pass that share the dq buffer agree on its row length. Those that
+    # compute dq, and not only convert it, read no buffer.
+    shared = {v.head_dim for v in chosen.variants if v.kernel.stage != "dq" or not computes(v)}
     assert len(shared) == 1
+    # dq is added up by atomics, of 16-bit inputs in a buffer that is then converted; or, to repeat
+    # to the bit, computed by a kernel of its own.
+    adds = p.direction == "backward" and not p.deterministic
+    assert chosen.variant.adds_dq == adds
+    assert chosen.variant.completes_dq == (adds and ITEMSIZES[p.dtype] > 2)
+    if p.direction == "backward":
+        computed = [v for v in chosen.variants if v.kernel.stage == "dq" and computes(v)]
+        assert len(computed) == p.deterministic
 
 
 @settings(deadline=None, max_examples=200)
@@ -189,7 +205,7 @@ def test_variants_of_an_architecture(arch: str) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("dtype", GPU_DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_variants_hold_every_plan_with_equal_dims(arch: str, dtype: str) -> None:
     """What an ahead-of-time build makes is what calls with D = Dv need."""
     made = set(plan.variants(INFOS[arch]))
@@ -210,9 +226,11 @@ def test_variants_hold_both_precisions_of_float32(arch: str) -> None:
     made = set(plan.variants(INFOS[arch]))
     for d, precision in itertools.product(range(1, 257), (None, "tf32")):
         p = problem(dtype="float32", head_dim=d, head_dim_v=d, precision=precision)
-        chosen = plan.choose(p, INFOS[arch]).variant
-        assert chosen in made
-        assert chosen.tf32 == (precision == "tf32")
+        for direction, deterministic in itertools.product(STAGES, (False, True)):
+            p = dataclasses.replace(p, direction=direction, deterministic=deterministic)
+            chosen = plan.choose(p, INFOS[arch]).variants
+            assert set(chosen) <= made
+            assert {v.tf32 for v in chosen if v.kernel.tf32} == {precision == "tf32"}
     assert {v.dtype for v in made if v.tf32} == {"float32"}
 
 
@@ -245,6 +263,15 @@ def test_variant_names() -> None:
     for precision, short in ((None, "fp32"), ("tf32", "tf32")):
         p = problem(dtype="float32", window_right=0, precision=precision)
         assert plan.choose(p, info).variant.name == f"fwd_wide_sm80_{short}_d64_causal"
+        main = f"bwd_wide_sm80_{short}_d64_causal"
+        p = dataclasses.replace(p, direction="backward")
+        assert [v.name for v in plan.choose(p, info).variants] == ["bwd_delta_fp32_d64", main]
+        p = dataclasses.replace(p, deterministic=True)
+        assert [v.name for v in plan.choose(p, info).variants] == [
+            "bwd_delta_fp32_d64",
+            f"{main}_deterministic",
+            f"bwd_dq_wide_sm80_{short}_d64_causal",
+        ]
 
 
 @pytest.mark.parametrize(
@@ -287,7 +314,21 @@ def reasons(message: str) -> dict[str, str]:
             "takes float16 and bfloat16, not float32",
         ),
         ({"head_dim": 300}, "sm_80", "takes float32 and float64, not bfloat16"),
-        ({"direction": "backward", "dtype": "float32"}, "sm_90a", "takes float16 and bfloat16"),
+        (
+            {"direction": "backward", "dtype": "float32", "head_dim": 257},
+            "sm_90a",
+            "head dims go up to 256, not 257",
+        ),
+        (
+            {"direction": "backward", "dtype": "float64", "seqlen_q": MAX_SEQLEN + 1},
+            "sm_90a",
+            "takes float16 and bfloat16, not float64",
+        ),
+        (
+            {"direction": "backward", "dtype": "float64", "seqlen_k": MAX_SEQLEN + 1},
+            "sm_80",
+            f"excludes sequences longer than {MAX_SEQLEN}",
+        ),
         ({"head_dim": 257}, "sm_90a", "head dims go up to 256, not 257"),
         ({"head_dim_v": 512}, "sm_100a", "head dims go up to 256, not 512"),
         (
@@ -308,7 +349,12 @@ def test_refusals_list_every_row_and_its_reason(changes: Any, info: Any, reason:
     p = problem(**changes)
     message = refused(p, card)
     listed = reasons(message)
-    stage = STAGES[p.direction][0]  # the first that finds no kernel
+    served = {
+        row.stage
+        for row in KERNELS
+        if row.direction == p.direction and plan.refusal(row, p, card) is None
+    }
+    stage = next(s for s in STAGES[p.direction] if s not in served)
     rows = [row for row in KERNELS if row.direction != p.direction or row.stage == stage]
     assert set(listed) == {row.name for row in rows}
     assert any(reason in told for told in listed.values())
@@ -337,7 +383,7 @@ def test_a_kernel_may_be_forced() -> None:
 
 def test_refusals_are_not_cached_as_plans() -> None:
     """Asking again gives the same error."""
-    p = problem(direction="backward", dtype="float32")
+    p = problem(direction="backward", dtype="float32", head_dim=300)
     assert refused(p, INFOS["sm_90a"]) == refused(p, INFOS["sm_90a"])
 
 
@@ -347,7 +393,10 @@ def test_refusals_are_not_cached_as_plans() -> None:
 @pytest.mark.parametrize("row", KERNELS, ids=lambda row: row.name)
 def test_rows_are_sound(row: Kernel) -> None:
     """Dims and tiles ascend so that "the first that fits" is the best one that fits."""
-    assert row.file == f"{row.name}.cuh"
+    assert row.atomics or not row.dq_in_place
+    # A file is named for its row, or for another one of the same pass and dtypes that it serves.
+    mates = (r for r in KERNELS if (r.direction, r.dtypes) == (row.direction, row.dtypes))
+    assert row.file in {f"{r.name}.cuh" for r in mates}
     assert list(row.head_dims) == sorted(set(row.head_dims))
     for size in {ITEMSIZES[dtype] for dtype in row.dtypes}:
         tiles = [t for t in row.tiles if t.itemsize == size]
@@ -356,9 +405,16 @@ def test_rows_are_sound(row: Kernel) -> None:
         assert tiles[-1].max_cc is None, "the last resort is for every card"
     assert set(row.dtypes) <= set(kernels.C_TYPES)
     for tile in row.tiles:
-        assert tile.block_q % 16 == tile.block_k % 8 == 0
+        # Warps own rows, of which an instruction takes 16: queries, or in a tile that leaves dk
+        # and dv keys. Of the other side it takes 8.
+        of_keys = isinstance(tile, WideGradTile) and tile.keys
+        rows, columns = (tile.block_q, tile.block_k)[:: -1 if of_keys else 1]
+        assert rows % 16 == columns % 8 == 0
         assert tile.itemsize in {ITEMSIZES[dtype] for dtype in row.dtypes}
-        if row.direction == "backward" and row.name != "bwd_dq_sm80":
+        if isinstance(tile, WideGradTile):
+            assert rows * tile.split % (16 * tile.warps) == 0, "warps split the rows evenly"
+            assert tile.keys == (row.stage == "main")
+        if row.direction == "backward" and (row.stage != "dq" or not row.policies):
             assert params.WORK_ROWS % tile.block_q == 0, "work arrays hold whole tiles"
     for n in range(1, row.max_head_dim + 1):
         up = min(d for d in row.head_dims if d >= n and d % row.grain(n) == 0)
