@@ -1,10 +1,10 @@
 // What the backward pass needs of every query row, before it starts:
 //
-//   delta[i] = sum_d dO[i,d] O[i,d] - dlse[i],   row_lse[i] = lse[i], or lse[i] / ln 2 for 16-bit inputs
+//   delta[i] = sum_d dO[i,d] O[i,d] - dlse[i],   row_lse[i] = lse[i] (/ ln 2 for 16-bit inputs)
 //
-// and a cleared buffer for dQ, or dQ itself. Rows that see no key, and the rows that fill up the last tile, get
-// row_lse = +inf and delta = 0: P = exp(s - inf) is 0 there, whatever memory holds.
-// All of it in float32, in float64 for float64 inputs.
+// in the type of lse, and a cleared dQ, or buffer for its sums, where key tiles add it up. Rows
+// that see no key, and the rows that fill up the last tile, get row_lse = +inf and delta = 0: P =
+// exp(s - inf) is 0 there, whatever memory holds.
 //
 // One block does kWorkRows rows of one head; eight neighbouring lanes share a row.
 #pragma once
@@ -35,7 +35,8 @@ CUFA2_DEVICE typename SumOf<T>::Type dot_chunk(const Chunk& a, const Chunk& b) {
       sum = fmaf(x.lo, y.lo, fmaf(x.hi, y.hi, sum));
     }
   } else {
-    const auto &x = reinterpret_cast<const Piece<T>&>(a), &y = reinterpret_cast<const Piece<T>&>(b);
+    const auto& x = reinterpret_cast<const Piece<T>&>(a);
+    const auto& y = reinterpret_cast<const Piece<T>&>(b);
 #pragma unroll
     for (int i = 0; i < Piece<T>::kSize; ++i) sum = fma(x.at[i], y.at[i], sum);
   }

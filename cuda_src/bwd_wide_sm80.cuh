@@ -174,10 +174,11 @@ CUFA2_DEVICE void add_product(Acc& d, const Frame& frame, const LoadA& load_a, u
   multiply_columns<Tile::kTf32, SAFE, true, Tile::COLUMNS, kStretches>(
       d, 0, load_a, PairReader<T, Smem>::at(tile + side * sizeof(T), lane), columns - side);
   if constexpr (SAFE) {
-    add_nonfinite<Smem, Tile::COLUMNS, kStretches>(d, 0, tile + side * sizeof(T), [&](int r, int k) {
+    auto keep = [&](int r, int k) {
       const RowRange range = frame.kept(row + Acc::row(lane, r));
       return column + k >= range.begin && column + k < range.end;
-    });
+    };
+    add_nonfinite<Smem, Tile::COLUMNS, kStretches>(d, 0, tile + side * sizeof(T), keep);
   }
 }
 
@@ -194,11 +195,11 @@ template <class Tile> CUFA2_DEVICE bool has_nonfinite(u32 keys) {
 }
 
 // Adds this warp's part of dQ, the products of dS with its side of its team's keys, to the rows of
-// dq from query `column` on, 128 bytes of each at a time. If K is not finite, what is not enters no
-// product that it could leak from; if dS is not, it is computed anew by plain arithmetic.
+// dq from query `column` on, 128 bytes of each at a time. Of a K that is not finite, what is not
+// enters no product that it could leak from; dS that is not is computed anew by plain arithmetic.
 template <class Tile, class Score, class Frame>
 CUFA2_DEVICE void add_dq(const BwdParams& p, const Frame& frame, u32 memory, u32 stage, int head,
-                         int row, int column, bool bad_grads, bool bad_keys) {
+                         int row, int column, bool bad_grads) {
   using T = typename Tile::T;
   using Smem = typename Tile::RowD;
   constexpr int kPiece = Tile::kPiece, kStretch = 8 * kPiece;
@@ -213,8 +214,8 @@ CUFA2_DEVICE void add_dq(const BwdParams& p, const Frame& frame, u32 memory, u32
     auto load_grad = [&](T (&x)[4], int n, int kk) { weights.load_grad_transposed(x, n, kk); };
     WideAccumulator<T, M_TILES, kPiece> dq;
     dq.clear();
-    if (!bad_grads && !bad_keys) {
-      multiply_columns<Tile::kTf32, false, true, KEYS, 1>(dq, 0, load_grad, k_rows, kStretch);
+    if (!bad_grads && !frame.bad_keys) {
+      multiply_columns<Tile::kTf32, false, false, KEYS, 1>(dq, 0, load_grad, k_rows, kStretch);
     } else {
       auto load = [&](T (&x)[4], int n, int kk) {
         if (Tile::kHalves && bad_grads) {
@@ -253,7 +254,7 @@ CUFA2_DEVICE void add_dq(const BwdParams& p, const Frame& frame, u32 memory, u32
 // Computes and stores what rows of the frame's tile from `first` on leave; returns whether this
 // thread met a NaN in it. SAFE: what is not finite enters no product that it could leak from.
 template <class Tile, class Score, bool SAFE, class Frame>
-CUFA2_DEVICE bool differentiate(const BwdParams& p, const Frame& frame, u32 memory, int first) {
+CUFA2_DEVICE bool differentiate(const BwdParams& p, Frame& frame, u32 memory, int first) {
   using T = typename Tile::T;
   constexpr int COLUMNS = Tile::COLUMNS, SPLIT = Tile::SPLIT;
   constexpr bool KEYS = Tile::KEYS;
@@ -262,9 +263,9 @@ CUFA2_DEVICE bool differentiate(const BwdParams& p, const Frame& frame, u32 memo
   grad.clear();
   grad_v.clear();
   Step at = frame.begin(p);
-  const i64 batch = frame.work.batch;
   if (frame.any()) {
     const int row = frame.row_begin() + first;
+    const i64 batch = frame.work.batch;
     load_rows<Tile, typename Tile::RowD>(memory, KEYS ? p.k : p.q,
                                          KEYS ? p.k_stride : p.q_stride, batch, frame.row_head(),
                                          row, frame.rows(), p.head_dim);
@@ -288,19 +289,18 @@ CUFA2_DEVICE bool differentiate(const BwdParams& p, const Frame& frame, u32 memo
       block_sync();
     }
   };
-  bool bad_keys = false;
   if constexpr (Tile::ACCUMULATE && !SAFE) {
     cp_async_wait<0>();
     block_sync();
-    if (frame.any()) bad_keys = block_any(has_nonfinite<Tile>(memory));
+    const bool bad = block_any(has_nonfinite<Tile>(memory));
+    if (thread_index() == 0) frame.bad_keys = bad;
   }
   u32 odd = 0;
   while (frame.any() && frame.within(p, at)) {
-    const Step next = frame.next(at);
     cp_async_wait<0>();
     block_sync();  // this block's columns are visible; all are done with the block before
     const u32 stage = memory + Tile::kStages + odd;
-    if (Tile::STAGES == 2 && frame.within(p, next)) {
+    if (const Step next = frame.next(at); Tile::STAGES == 2 && frame.within(p, next)) {
       odd ^= Tile::kStageBytes;
       load_stage<Tile>(p, frame, memory + Tile::kStages + odd, next);
     }
@@ -325,8 +325,7 @@ CUFA2_DEVICE bool differentiate(const BwdParams& p, const Frame& frame, u32 memo
       add_product<Tile, SAFE, typename Tile::ColumnD>(grad, frame, load_grad, stage, p.head_dim,
                                                       warp_row(), column);
       if constexpr (Tile::ACCUMULATE && !SAFE) {
-        add_dq<Tile, Score>(p, frame, memory, stage, at.head, warp_row(), column, bad_grads,
-                            bad_keys);
+        add_dq<Tile, Score>(p, frame, memory, stage, at.head, warp_row(), column, bad_grads);
       }
     }
     if constexpr (KEYS) {
@@ -339,21 +338,21 @@ CUFA2_DEVICE bool differentiate(const BwdParams& p, const Frame& frame, u32 memo
                                                          warp_row(), column);
       }
     }
+    at = frame.next(at);
     if (Tile::STAGES < 2) {
       block_sync();
-      if (frame.within(p, next)) load_stage<Tile>(p, frame, memory + Tile::kStages, next);
+      if (frame.within(p, at)) load_stage<Tile>(p, frame, memory + Tile::kStages, at);
     }
-    at = next;
   }
   const int row = warp_row(), side = Tile::side(thread_index());
   const T scale = is_same<T, float> ? T(p.scale) : T(p.exact_scale);
   const Strides& stride = KEYS ? p.dk_stride : p.dq_stride;
-  T* out = static_cast<T*>(KEYS ? p.dk : p.dq) + batch * stride.batch +
+  T* out = static_cast<T*>(KEYS ? p.dk : p.dq) + frame.work.batch * stride.batch +
            frame.row_head() * stride.head + row * stride.row + side * Tile::kSideD;
   const int rows = (KEYS ? p.seqlen_k : p.seqlen_q) - row, real = frame.rows() - row;
   store_columns(grad, out, stride.row, rows, real, p.head_dim - side * Tile::kSideD, scale);
   if constexpr (KEYS) {
-    T* out_v = static_cast<T*>(p.dv) + batch * p.dv_stride.batch +
+    T* out_v = static_cast<T*>(p.dv) + frame.work.batch * p.dv_stride.batch +
                frame.row_head() * p.dv_stride.head + row * p.dv_stride.row +
                side * Tile::kSideDv;
     store_columns(grad_v, out_v, p.dv_stride.row, rows, real,
@@ -391,7 +390,8 @@ CUFA2_DEVICE void bwd_wide(const BwdParams& p, const Place& work) {
 }
 
 // dK and dV of one tile of keys.
-template <class Tile, class Mask, class Score> CUFA2_DEVICE void bwd_wide_sm80(const BwdParams& p) {
+template <class Tile, class Mask, class Score>
+CUFA2_DEVICE void bwd_wide_sm80(const BwdParams& p) {
   bwd_wide<Tile, Mask, Score>(p, find_key_work<Tile::BLOCK_K>(p));
 }
 

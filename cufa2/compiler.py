@@ -76,7 +76,7 @@ def source_of(variant: Variant) -> str:
     kernel, tile = variant.kernel, variant.tile
     arguments = [str(a).lower() for a in tile.arguments]
     if kernel.atomics:
-        arguments.append(str(not variant.deterministic).lower())
+        arguments.append(str(variant.adds_dq).lower())
     if kernel.tf32:
         arguments.append(str(variant.tf32).lower())
     sizes = {

@@ -100,10 +100,10 @@ def variants(arch_info: DeviceInfo) -> Iterator[Variant]:
         if arch_info.cc < row.min_cc:
             continue
         masks, scores = (MASKS, SCORES) if row.policies else (("full",), ("plain",))
-        bare = (False, True) if row.atomics else (False,)
         for dim, score, dtype in itertools.product(row.head_dims, scores, row.dtypes):
             tile = _tile(row, dim, dim, dtype, score, arch_info)
             if tile is not None:
+                bare = (False, True) if dtype in row.atomics else (False,)
                 fast = (False, True) if row.tf32 and dtype == "float32" else (False,)
                 for mask, deterministic, tf32 in itertools.product(masks, bare, fast):
                     yield Variant(row, tile, dtype, dim, dim, mask, score, deterministic, tf32)
@@ -125,7 +125,7 @@ def _variant(row: Kernel, problem: Problem, info: DeviceInfo) -> Variant:
     if not row.policies:
         return Variant(row, tile, problem.dtype, d, d, tf32=tf32)
     mask = mask_of(problem.window_left, problem.window_right)
-    deterministic = row.atomics and problem.deterministic
+    deterministic = problem.dtype in row.atomics and problem.deterministic
     return Variant(row, tile, problem.dtype, d, dv, mask, score, deterministic, tf32)
 
 

@@ -169,7 +169,7 @@ def test_source_names_the_variant() -> None:
         assert f"\n{variant.name}(const __grid_constant__ {struct} params)" in source
         assert f"#define HEAD_DIM {variant.head_dim}\n" in source
         arguments = [str(a).lower() for a in variant.tile.arguments]
-        arguments += [str(not variant.deterministic).lower()] * variant.kernel.atomics
+        arguments += [str(variant.adds_dq).lower()] * bool(variant.kernel.atomics)
         arguments += [str(variant.tf32).lower()] * variant.kernel.tf32
         assert "#define TILE_ARGUMENTS " + "".join(f", {a}" for a in arguments) + "\n" in source
 

@@ -290,7 +290,7 @@ def test_python_knows_the_shared_memory_of_every_tile(row: Kernel) -> None:
     atomics the instance without them may use less."""
     checks = []
     for v in tiles_in_use()[row]:
-        flags = [not v.deterministic] * row.atomics + [v.tf32] * row.tf32
+        flags = [v.adds_dq] * bool(row.atomics) + [v.tf32] * row.tf32
         sizes = (str(a).lower() for a in (*v.tile.arguments, *flags))
         arguments = ", ".join([C_TYPES[v.dtype], str(v.head_dim), str(v.head_dim_v), *sizes])
         relation = "<=" if v.deterministic else "=="

@@ -9,6 +9,7 @@
 // A walk's view of the problem: positions and tensors as rows and columns.
 template <class Tile, class Mask, bool KEYS = Tile::KEYS> struct Walk : KeyFrame<Tile, Mask> {
   using Base = KeyFrame<Tile, Mask>;
+  bool bad_keys = false;  // whether K of the tile holds a NaN or an infinity
   CUFA2_DEVICE Walk(const BwdParams& p, const KeyWork& w) : Base(p, w) {}
   CUFA2_DEVICE bool any() const { return this->count > 0; }
   CUFA2_DEVICE int row_begin() const { return this->work.k_begin; }
@@ -85,7 +86,9 @@ template <class Tile> struct Weights {
         side(Tile::side(thread)), lane(thread % 32) {}
 
   // Where the lane's own share of a side begins, and how far tile (m, n) is.
-  CUFA2_DEVICE u32 own(int of_side) const { return team + of_side * Tile::kScoreBytes + 16 * lane; }
+  CUFA2_DEVICE u32 own(int of_side) const {
+    return team + of_side * Tile::kScoreBytes + 16 * lane;
+  }
   static CUFA2_DEVICE u32 tile(int m, int n) { return 512 * (m * Tile::N_TILES + n) * kPieces; }
 
   // Where element (row, column) of a tile of dS lies in it.
@@ -108,7 +111,8 @@ template <class Tile> struct Weights {
   }
   // dS seen from the columns: an operand with columns 16 n.. as rows, rows 8 kk.. as columns.
   CUFA2_DEVICE void load_grad_transposed(T (&x)[4], int n, int kk) const {
-    const u32 first = element(lane % 4 * 2, lane / 4), second = element(lane % 4 * 2 + 1, lane / 4);
+    const int row = lane % 4 * 2, column = lane / 4;
+    const u32 first = element(row, column), second = element(row + 1, column);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const bool real = 2 * n + h < Tile::N_TILES;
@@ -143,10 +147,11 @@ template <class Tile, class Score> struct PairGrad {
 
 // S and dP of row i and column j of the tiles in shared memory, by plain arithmetic.
 template <class Tile>
-CUFA2_DEVICE typename Tile::T plain_score(const BwdParams& p, u32 memory, u32 stage, int i, int j) {
+CUFA2_DEVICE typename Tile::T plain_score(const BwdParams& p, u32 memory, u32 stage, int i,
+                                          int j) {
   using T = typename Tile::T;
-  return plain_product<typename Tile::RowD, typename Tile::ColumnD>(memory, i, stage, j, p.head_dim,
-                                                                    T(0));
+  return plain_product<typename Tile::RowD, typename Tile::ColumnD>(memory, i, stage, j,
+                                                                    p.head_dim, T(0));
 }
 template <class Tile>
 CUFA2_DEVICE typename Tile::T plain_dp(const BwdParams& p, u32 memory, u32 stage, int i, int j) {

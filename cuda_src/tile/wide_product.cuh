@@ -1,8 +1,8 @@
-// Products of float32 and float64 fragments over a shared tile, and accumulators on their way out.
+// Products of float32 and float64 fragments over shared tiles, and accumulators on their way out.
 //
 // float64 has its own tensor-core product. A float32 one is three TF32 products of the operands'
-// halves (prim/wide_mma.cuh), or one where precision="tf32" asks for it. The tensor core
-// cuts where an addition should round, always towards zero, so that over thousands of terms one sum
+// halves (prim/wide_mma.cuh), or one where precision="tf32" asks for it. The tensor core cuts
+// where an addition should round, always towards zero, so that over thousands of terms one sum
 // would drift. Sums of float32 start afresh with every 16 terms, the small products first, so that
 // only two products meet a large sum, and are added to the rest by an ordinary addition: errors
 // stay at those of a plain float32 loop or below (with 32 terms they would be up to half as large
@@ -49,9 +49,9 @@ CUFA2_DEVICE void multiply_rows(WideAccumulator<T, M_TILES, N_TILES>& d, const A
 }
 
 // D += A B over K rows of STRETCHES stretches of a [row][column] tile, of which `columns` columns
-// are real; the tiles of D from `first` on. `load_a(x, m, kk)` gives a lane's elements of the 16 x 8
-// accumulator tile (m, kk) that is the A operand; ROLLED if that does not come from registers.
-// SAFE: of B only what is finite.
+// are real, into the tiles of D from `first` on. `load_a(x, m, kk)` gives a lane's elements of the
+// 16 x 8 accumulator tile (m, kk) that is the A operand; ROLLED (in a loop that is not unrolled) if
+// that does not come from registers. SAFE: of B only what is finite.
 template <bool TF32, bool SAFE, bool ROLLED, int K, int STRETCHES, class T, int M_TILES,
           int N_TILES, class LoadA, class B>
 CUFA2_DEVICE void multiply_columns(WideAccumulator<T, M_TILES, N_TILES>& d, int first,
@@ -97,8 +97,8 @@ CUFA2_DEVICE void multiply_columns(WideAccumulator<T, M_TILES, N_TILES>& d, int 
   }
 }
 
-// Adds what multiply_columns<SAFE> left out: the NaN and Inf of the K rows at `tile` to the rows of
-// D that keep them. `keep(r, k)`: whether the lane's r-th row keeps row k.
+// Adds what multiply_columns<SAFE> left out: the NaN and Inf of the K rows at `tile`, to the rows
+// of D that keep them. `keep(r, k)`: whether the lane's r-th row keeps row k.
 template <class Smem, int K, int STRETCHES, class T, int M_TILES, int N_TILES, class Keep>
 CUFA2_DEVICE void add_nonfinite(WideAccumulator<T, M_TILES, N_TILES>& d, int first, u32 tile,
                                 const Keep& keep) {
@@ -139,7 +139,8 @@ CUFA2_DEVICE T plain_product(u32 a_tile, int i, u32 b_tile, int j, int columns, 
 }
 
 // Writes the real `columns` columns of scale * D to a tensor whose element (row 0 of the warp,
-// column 0 of D) is at `out`; rows at or past `rows` are left alone, those from `real` on get zeros.
+// column 0 of D) is at `out`. Rows at or past `rows` are left alone, those from `real` on get
+// zeros.
 template <class T, int M_TILES, int N_TILES>
 CUFA2_DEVICE void store_columns(const WideAccumulator<T, M_TILES, N_TILES>& d, T* out,
                                 i64 row_stride, int rows, int real, int columns, T scale) {
