@@ -159,7 +159,7 @@ CUFA2_DEVICE void multiply_scores(u32 memory, u32 rows, u32 columns, u32 place) 
       RowReader<T, RowSmem>::for_a(rows + Tile::team_row(thread) * RowSmem::kRowBytes + first,
                                    lane),
       RowReader<T, ColumnSmem>::for_run(columns + first, lane));
-  store_scores<Tile>(Weights<Tile>(memory, thread).own(side) + place, s);
+  store_scores(Weights<Tile>(memory, thread).own(side) + place, s);
 }
 
 // Adds one product to what the block leaves: the operands that `load_a` gives times this warp's

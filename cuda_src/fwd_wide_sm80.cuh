@@ -16,9 +16,6 @@
 // the sides' S are summed through shared memory, in one order, so that all SPLIT warps see the
 // same P; and each owns its side of the columns of O.
 //
-// STAGED: P waits for its product in shared memory, each lane's elements by themselves, and the
-// keys pass by in a loop. Otherwise it stays in registers.
-//
 // NaN: none leaks from a masked key. As in fwd_sm80.cuh, a tile that meets one in O is done again
 // with all that is not finite in V kept out of the products. At float32 accuracy the halves of an
 // infinity, or of a value that rounds to one, make NaN of any product, whatever it should be:
@@ -29,13 +26,12 @@
 #include "tile/wide_product.cuh"
 
 template <class T_, int D_, int DV_, int BLOCK_Q_, int BLOCK_K_, int WARPS_, int SPLIT_,
-          int PARTS_, int SLOTS_, bool STAGED_, bool TF32_>
+          int PARTS_, int SLOTS_, bool TF32_>
 struct WideTile {
   using T = T_;
   static constexpr bool kTf32 = TF32_, kHalves = is_same<T, float> && !kTf32;
   static constexpr int BLOCK_Q = BLOCK_Q_, BLOCK_K = BLOCK_K_, WARPS = WARPS_, SPLIT = SPLIT_;
   static constexpr int PARTS = PARTS_, SLOTS = SLOTS_;
-  static constexpr bool STAGED = STAGED_;
   static constexpr int kThreads = 32 * WARPS;
   static constexpr int M_TILES = BLOCK_Q * SPLIT / (16 * WARPS);
   static_assert(BLOCK_Q * SPLIT == 16 * WARPS * M_TILES, "warps split the query rows evenly");
@@ -62,30 +58,13 @@ struct WideTile {
   static constexpr int kSlotBytes = K::kBytes > V::kBytes ? K::kBytes : V::kBytes;
   static constexpr int kScoreBytes = 16 * M_TILES * BLOCK_K * sizeof(T);  // S or P of a warp
   static constexpr int kBytes =
-      Q::kBytes + SLOTS * kSlotBytes + (SPLIT > 1 || STAGED ? WARPS * kScoreBytes : 0);
+      Q::kBytes + SLOTS * kSlotBytes + (SPLIT > 1 ? WARPS * kScoreBytes : 0);
 
   // Which rows (in units of SPLIT warps) and which side of the columns a thread's warp has.
   static CUFA2_DEVICE int team(int thread) { return thread / (32 * SPLIT); }
   static CUFA2_DEVICE int side(int thread) { return thread / 32 % SPLIT; }
   static CUFA2_DEVICE int team_row(int thread) { return team(thread) * 16 * M_TILES; }
 };
-
-// P of row tile m and key step kk.
-template <class Tile>
-CUFA2_DEVICE void load_p(typename Tile::T (&x)[4], const typename Tile::Scores& p, u32 own, int m,
-                         int kk) {
-  using T = typename Tile::T;
-  constexpr int kPieces = 4 / Tile::kPiece;  // of a tile
-#pragma unroll
-  for (int e = 0; e < 4; ++e) x[e] = Tile::STAGED ? T(0) : p.at[m][kk][e];
-#pragma unroll
-  for (int i = 0; Tile::STAGED && i < kPieces; ++i) {
-    const Piece<T> piece =
-        load_piece<T>(own + 512 * ((Tile::Scores::N_TILES * m + kk) * kPieces + i));
-#pragma unroll
-    for (int j = 0; j < Tile::kPiece; ++j) x[Tile::kPiece * i + j] = piece.at[j];
-  }
-}
 
 // Computes the scores that are NaN anew by plain arithmetic: halves of Inf, or of a value that
 // rounds to it, make NaN whatever the score should be. A score that is NaN stays one.
@@ -291,11 +270,13 @@ CUFA2_DEVICE bool attend(const FwdParams& p, const TileFrame& frame, u32 q_tile,
       if (seen) {
         const int thread = thread_index(), side = Tile::side(thread);
         const u32 v_tile = ring + slot + side * Tile::kSideDv * sizeof(T);
-        const u32 own = own_scores<Tile>(scores);
-        if (Tile::STAGED && part == 0) store_scores<Tile>(own, s);
         const int first = part * Tile::kSideDv / 8;  // tile of O
-        multiply_columns<Tile::kTf32, SAFE, Tile::STAGED, BLOCK_K, Tile::kStretchesDv>(
-            o, first, [&](T (&x)[4], int m, int kk) { load_p<Tile>(x, s, own, m, kk); },
+        multiply_columns<Tile::kTf32, SAFE, false, BLOCK_K, Tile::kStretchesDv>(
+            o, first,
+            [&](T (&x)[4], int m, int kk) {
+#pragma unroll
+              for (int e = 0; e < 4; ++e) x[e] = s.at[m][kk][e];
+            },
             PairReader<T, typename Tile::V>::at(v_tile, thread % 32),
             p.head_dim_v - part * Tile::kPartDv - side * Tile::kSideDv);
         if constexpr (SAFE) {
@@ -330,7 +311,7 @@ CUFA2_DEVICE void fwd_wide_sm80(const FwdParams& p) {
     // row depends on other rows, so what no NaN touches comes out the same to the bit.
     constexpr int kRows = 16 * Tile::WARPS / Tile::SPLIT;
     using Part = WideTile<typename Tile::T, Tile::D, Tile::DV, kRows, Tile::BLOCK_K, Tile::WARPS,
-                          Tile::SPLIT, Tile::PARTS, Tile::SLOTS, Tile::STAGED, Tile::kTf32>;
+                          Tile::SPLIT, Tile::PARTS, Tile::SLOTS, Tile::kTf32>;
 #pragma unroll 1
     for (int row = 0; row < Tile::BLOCK_Q; row += kRows) {
       attend<Part, Score, true>(p, frame, memory, row);

@@ -87,25 +87,23 @@ class WideTile(Tile):
     """A tile of fwd_wide_sm80 for elements of `itemsize` bytes.
 
     `split` warps share their rows and halve the columns; K and V come in `parts` of their columns
-    that take turns at `slots` buffers; staged: P passes through shared memory.
+    that take turns at `slots` buffers.
     """
 
     split: int = 1
     parts: int = 1
     slots: int = 2
-    staged: bool = False
 
     @property
     def arguments(self) -> tuple[int | bool, ...]:
-        sizes = self.block_q, self.block_k, self.warps, self.split, self.parts, self.slots
-        return *sizes, self.staged
+        return self.block_q, self.block_k, self.warps, self.split, self.parts, self.slots
 
     def smem_bytes(self, head_dim: int, head_dim_v: int) -> int:
-        """Q (rows in whole grains of 128 bytes a part), the slots, and scores or P."""
+        """Q (rows in whole grains of 128 bytes a part), the slots, and scores that are shared."""
         grain = 128 * self.split * self.parts
         row, row_v = (-(-n * self.itemsize // grain) * grain for n in (head_dim, head_dim_v))
         scores = self.split * self.block_q * self.block_k * self.itemsize
-        used = scores if self.split > 1 or self.staged else 0
+        used = scores if self.split > 1 else 0
         slots = self.slots * self.block_k * max(row, row_v) // self.parts
         return self.block_q * row + slots + used
 

@@ -48,24 +48,6 @@ template <class Tile, class Mask> struct Walk<Tile, Mask, false> : QueryFrame<Ti
   }
 };
 
-template <class T> CUFA2_DEVICE void load_tile(T (&x)[4], u32 address) {
-#pragma unroll
-  for (int e = 0; e < 4; e += Piece<T>::kSize) {
-    const Piece<T> piece = load_piece<T>(address + 512 * (e / Piece<T>::kSize));
-#pragma unroll
-    for (int j = 0; j < Piece<T>::kSize; ++j) x[e + j] = piece.at[j];
-  }
-}
-template <class T> CUFA2_DEVICE void store_tile(u32 address, const T (&x)[4]) {
-#pragma unroll
-  for (int e = 0; e < 4; e += Piece<T>::kSize) {
-    Piece<T> piece;
-#pragma unroll
-    for (int j = 0; j < Piece<T>::kSize; ++j) piece.at[j] = x[e + j];
-    store_piece(address + 512 * (e / Piece<T>::kSize), piece);
-  }
-}
-
 // Where a team keeps dP, then dS, of a block of columns, tile by tile of 16 rows and 8 columns; S,
 // then P, lie kScores further on. Before they are summed up each side has its own, a lane's
 // elements by themselves (store_scores); afterwards side n % SPLIT has the tiles of columns n.
@@ -76,7 +58,6 @@ template <class T> CUFA2_DEVICE void store_tile(u32 address, const T (&x)[4]) {
 template <class Tile> struct Weights {
   using T = typename Tile::T;
   static constexpr int kPiece = Piece<T>::kSize, kChunks = 8 / kPiece;  // of a row of a tile
-  static constexpr int kPieces = 4 / kPiece;                            // of a lane's tile
   static constexpr u32 kScores = Tile::WARPS * Tile::kScoreBytes;
   u32 team;  // the team's first side
   int side, lane;
@@ -89,7 +70,7 @@ template <class Tile> struct Weights {
   CUFA2_DEVICE u32 own(int of_side) const {
     return team + of_side * Tile::kScoreBytes + 16 * lane;
   }
-  static CUFA2_DEVICE u32 tile(int m, int n) { return 512 * (m * Tile::N_TILES + n) * kPieces; }
+  static CUFA2_DEVICE u32 tile(int m, int n) { return tile_offset<typename Tile::Scores>(m, n); }
 
   // Where element (row, column) of a tile of dS lies in it.
   static CUFA2_DEVICE u32 element(int row, int column) {

@@ -23,6 +23,7 @@ template <class T, int M_TILES_, int N_TILES_> struct WideAccumulator {
   static constexpr int M_TILES = M_TILES_;
   static constexpr int N_TILES = N_TILES_;
   static constexpr int kRows = 2 * M_TILES;  // rows of which a lane owns elements
+  static constexpr int kTileBytes = 128 * sizeof(T);
   T at[M_TILES][N_TILES][4];
 
   CUFA2_DEVICE void clear() {
@@ -54,34 +55,29 @@ template <class T, int M_TILES_, int N_TILES_> struct WideAccumulator {
 };
 
 // Reads the operands of step kk of a stretch of Q and K, [n][k]: rows 16 * m + {g, g + 8} of Q as
-// A, and rows 8 * n + g of K as B: that of the kTiles products from n = kTiles * i on, by `for_b`
-// and `load_b`, or of product n in the kRun steps from step kk on, by `for_run` and `load_run`.
+// A, and rows 8 * n + g of K as B of the kRun steps from kk on.
 template <class T, class Smem> struct RowReader {
   static_assert(is_same<T, double>, "float has a reader of its own");
   static constexpr int kSteps = 2;  // of a stretch
-  static constexpr int kTiles = 1, kRun = 1;
+  static constexpr int kRun = 1;  // steps that are read at once
   u32 even, odd;  // the lane's chunks of row g
 
   static CUFA2_DEVICE RowReader for_a(u32 tile, int lane) {
     const int g = lane / 4, t = lane % 4;
     return {tile + Smem::offset(g, 2 * t), tile + Smem::offset(g, 2 * t + 1)};
   }
-  static CUFA2_DEVICE RowReader for_b(u32 tile, int lane) { return for_a(tile, lane); }
   static CUFA2_DEVICE RowReader for_run(u32 tile, int lane) { return for_a(tile, lane); }
 
-  CUFA2_DEVICE void load_b(double (&b)[1][2], int i, int stretch, int kk) const {
-    const u32 row = (kk % 2 ? odd : even) + i * 8 * Smem::kRowBytes;
+  CUFA2_DEVICE void load_run(double (&b)[1][2], int n, int stretch, int kk) const {
+    const u32 row = (kk % 2 ? odd : even) + n * 8 * Smem::kRowBytes;
     const Piece<double> piece = load_piece<double>(row + stretch * 128);
     b[0][0] = piece.at[0];
     b[0][1] = piece.at[1];
   }
-  CUFA2_DEVICE void load_run(double (&b)[1][2], int n, int stretch, int kk) const {
-    load_b(b, n, stretch, kk);
-  }
   CUFA2_DEVICE void load_a(double (&a)[4], int m, int stretch, int kk) const {
     double rows[2][1][2];
-    load_b(rows[0], 2 * m, stretch, kk);
-    load_b(rows[1], 2 * m + 1, stretch, kk);
+    load_run(rows[0], 2 * m, stretch, kk);
+    load_run(rows[1], 2 * m + 1, stretch, kk);
 #pragma unroll
     for (int e = 0; e < 4; ++e) a[e] = rows[e & 1][0][e >> 1];
   }
@@ -89,14 +85,11 @@ template <class T, class Smem> struct RowReader {
 
 template <class Smem> struct RowReader<float, Smem> {
   static constexpr int kSteps = 4;
-  static constexpr int kTiles = 2, kRun = 2;
+  static constexpr int kRun = 2;
   FragmentReader<Smem> reader;
 
   static CUFA2_DEVICE RowReader for_a(u32 tile, int lane) {
     return {FragmentReader<Smem>::by_row(tile, lane)};
-  }
-  static CUFA2_DEVICE RowReader for_b(u32 tile, int lane) {
-    return {FragmentReader<Smem>::by_pair(tile, lane)};
   }
   // Lanes address rows 0-7, one chunk after the other.
   static CUFA2_DEVICE RowReader for_run(u32 tile, int lane) {
@@ -108,12 +101,6 @@ template <class Smem> struct RowReader<float, Smem> {
     ldmatrix_x4(r, reader.address(row, kk) + stretch * 128);
 #pragma unroll
     for (int e = 0; e < 4; ++e) a[e] = __uint_as_float(r[e]);
-  }
-  CUFA2_DEVICE void load_b(float (&b)[2][2], int i, int stretch, int kk) const {
-    float r[4];
-    load_a(r, i, stretch, kk);
-#pragma unroll
-    for (int e = 0; e < 4; ++e) b[e >> 1][e & 1] = r[e];
   }
   // kk is even.
   CUFA2_DEVICE void load_run(float (&b)[2][2], int n, int stretch, int kk) const {
@@ -138,45 +125,59 @@ template <class T, class Smem> struct PairReader {
   }
 };
 
-// Where a lane keeps its scores in `memory`: tile by tile, 16 bytes of each lane in turn, so that
-// it finds its own elements without a conflict.
-template <class Tile> CUFA2_DEVICE u32 own_scores(u32 memory) {
-  const int thread = thread_index();
-  return memory + thread / 32 * Tile::kScoreBytes + thread % 32 * 16;
+// A lane's elements of a 16 x 8 tile in shared memory: 16 bytes of each lane in turn, so that it
+// finds its own without a conflict. `own` is where its first 16 bytes are.
+template <class T> CUFA2_DEVICE void load_tile(T (&x)[4], u32 own) {
+#pragma unroll
+  for (int e = 0; e < 4; e += Piece<T>::kSize) {
+    const Piece<T> piece = load_piece<T>(own + 512 * (e / Piece<T>::kSize));
+#pragma unroll
+    for (int j = 0; j < Piece<T>::kSize; ++j) x[e + j] = piece.at[j];
+  }
+}
+template <class T> CUFA2_DEVICE void store_tile(u32 own, const T (&x)[4]) {
+#pragma unroll
+  for (int e = 0; e < 4; e += Piece<T>::kSize) {
+    Piece<T> piece;
+#pragma unroll
+    for (int j = 0; j < Piece<T>::kSize; ++j) piece.at[j] = x[e + j];
+    store_piece(own + 512 * (e / Piece<T>::kSize), piece);
+  }
 }
 
-template <class Tile> CUFA2_DEVICE void store_scores(u32 own, const typename Tile::Scores& s) {
-  constexpr int kPiece = Tile::kPiece, N_TILES = Tile::Scores::N_TILES;
+// How far tile (m, n) of an accumulator is from its first.
+template <class Acc> CUFA2_DEVICE u32 tile_offset(int m, int n) {
+  return (m * Acc::N_TILES + n) * Acc::kTileBytes;
+}
+
+template <class Acc> CUFA2_DEVICE void store_scores(u32 own, const Acc& s) {
 #pragma unroll
-  for (int i = 0; i < Tile::kScoreBytes / 512; ++i) {
-    const int tile = i * kPiece / 4, e = i * kPiece % 4;
-    Piece<typename Tile::T> piece;
+  for (int m = 0; m < Acc::M_TILES; ++m)
 #pragma unroll
-    for (int j = 0; j < kPiece; ++j) piece.at[j] = s.at[tile / N_TILES][tile % N_TILES][e + j];
-    store_piece(own + 512 * i, piece);
-  }
+    for (int n = 0; n < Acc::N_TILES; ++n) store_tile(own + tile_offset<Acc>(m, n), s.at[m][n]);
 }
 
 // Adds up the S of the SPLIT warps of a team, in the same order in each of them.
 template <class Tile> CUFA2_DEVICE void sum_sides(typename Tile::Scores& s, u32 memory) {
   using T = typename Tile::T;
-  constexpr int kPiece = Tile::kPiece, N_TILES = Tile::Scores::N_TILES;
-  const u32 own = own_scores<Tile>(memory);
-  store_scores<Tile>(own, s);
+  using Scores = typename Tile::Scores;
   const int thread = thread_index();
+  const u32 team =
+      memory + Tile::team(thread) * Tile::SPLIT * Tile::kScoreBytes + thread % 32 * 16;
+  store_scores(team + Tile::side(thread) * Tile::kScoreBytes, s);
   group_sync(1 + Tile::team(thread), 32 * Tile::SPLIT);
-  const u32 team = own - Tile::side(thread) * Tile::kScoreBytes;
 #pragma unroll
-  for (int i = 0; i < Tile::kScoreBytes / 512; ++i) {
-    const int tile = i * kPiece / 4, e = i * kPiece % 4;
-    Piece<T> sum = load_piece<T>(team + 512 * i);
+  for (int m = 0; m < Scores::M_TILES; ++m)
 #pragma unroll
-    for (int side = 1; side < Tile::SPLIT; ++side) {
-      const Piece<T> other = load_piece<T>(team + side * Tile::kScoreBytes + 512 * i);
+    for (int n = 0; n < Scores::N_TILES; ++n) {
+      const u32 tile = team + tile_offset<Scores>(m, n);
+      load_tile(s.at[m][n], tile);
 #pragma unroll
-      for (int j = 0; j < kPiece; ++j) sum.at[j] += other.at[j];
+      for (int side = 1; side < Tile::SPLIT; ++side) {
+        T more[4];
+        load_tile(more, tile + side * Tile::kScoreBytes);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s.at[m][n][e] += more[e];
+      }
     }
-#pragma unroll
-    for (int j = 0; j < kPiece; ++j) s.at[tile / N_TILES][tile % N_TILES][e + j] = sum.at[j];
-  }
 }

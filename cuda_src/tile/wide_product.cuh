@@ -50,8 +50,8 @@ CUFA2_DEVICE void multiply_rows(WideAccumulator<T, M_TILES, N_TILES>& d, const A
 
 // D += A B over K rows of STRETCHES stretches of a [row][column] tile, of which `columns` columns
 // are real, into the tiles of D from `first` on. `load_a(x, m, kk)` gives a lane's elements of the
-// 16 x 8 accumulator tile (m, kk) that is the A operand; ROLLED (in a loop that is not unrolled) if
-// that does not come from registers. SAFE: of B only what is finite.
+// 16 x 8 accumulator tile (m, kk) that is the A operand; from registers it can only where the loop
+// over K is not ROLLED. SAFE: of B only what is finite.
 template <bool TF32, bool SAFE, bool ROLLED, int K, int STRETCHES, class T, int M_TILES,
           int N_TILES, class LoadA, class B>
 CUFA2_DEVICE void multiply_columns(WideAccumulator<T, M_TILES, N_TILES>& d, int first,
