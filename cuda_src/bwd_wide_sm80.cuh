@@ -195,7 +195,7 @@ template <class Tile> CUFA2_DEVICE bool has_nonfinite(u32 keys) {
 }
 
 // Adds this warp's part of dQ, the products of dS with its side of its team's keys, to the rows of
-// dq from query `column` on, 128 bytes of each at a time. Of a K that is not finite, what is not
+// dq from query `column` on, 128 or 256 bytes of each at a time. Of a K that is not finite, what is not
 // enters no product that it could leak from; dS that is not is computed anew by plain arithmetic.
 template <class Tile, class Score, class Frame>
 CUFA2_DEVICE void add_dq(const BwdParams& p, const Frame& frame, u32 memory, u32 stage, int head,
@@ -204,18 +204,22 @@ CUFA2_DEVICE void add_dq(const BwdParams& p, const Frame& frame, u32 memory, u32
   using Smem = typename Tile::RowD;
   constexpr int kPiece = Tile::kPiece, kStretch = 8 * kPiece;
   constexpr int M_TILES = (Tile::N_TILES + 1) / 2, KEYS = 16 * Tile::M_TILES;
+  // Few rows leave registers for more columns, which then share what is read of dS.
+  constexpr int kStretches = M_TILES == 1 && Tile::kSideD % (2 * kStretch) == 0 ? 2 : 1;
 #pragma unroll 1
-  for (int part = 0; part < Tile::kSideD / kStretch; ++part) {
+  for (int part = 0; part < Tile::kSideD / (kStretches * kStretch); ++part) {
     const int thread = thread_index(), lane = thread % 32;
-    const int first = Tile::side(thread) * Tile::kSideD + part * kStretch;  // column of D
+    const int first = Tile::side(thread) * Tile::kSideD + part * kStretches * kStretch;  // column of D
     const Weights<Tile> weights(memory, thread);
     const u32 keys = memory + Tile::team_row(thread) * Smem::kRowBytes + first * sizeof(T);
     const auto k_rows = PairReader<T, Smem>::at(keys, lane);
+    const int columns = kStretches == 1 ? kStretch : p.head_dim - first;
     auto load_grad = [&](T (&x)[4], int n, int kk) { weights.load_grad_transposed(x, n, kk); };
-    WideAccumulator<T, M_TILES, kPiece> dq;
+    WideAccumulator<T, M_TILES, kPiece * kStretches> dq;
     dq.clear();
     if (!bad_grads && !frame.bad_keys) {
-      multiply_columns<Tile::kTf32, false, false, KEYS, 1>(dq, 0, load_grad, k_rows, kStretch);
+      multiply_columns<Tile::kTf32, false, false, KEYS, kStretches>(dq, 0, load_grad, k_rows,
+                                                                    columns);
     } else {
       auto load = [&](T (&x)[4], int n, int kk) {
         if (Tile::kHalves && bad_grads) {
@@ -224,8 +228,9 @@ CUFA2_DEVICE void add_dq(const BwdParams& p, const Frame& frame, u32 memory, u32
           load_grad(x, n, kk);
         }
       };
-      multiply_columns<Tile::kTf32, true, true, KEYS, 1>(dq, 0, load, k_rows, kStretch);
-      add_nonfinite<Smem, KEYS, 1>(dq, 0, keys, [&](int r, int k) {
+      multiply_columns<Tile::kTf32, true, true, KEYS, kStretches>(dq, 0, load, k_rows,
+                                                                  columns);
+      add_nonfinite<Smem, KEYS, kStretches>(dq, 0, keys, [&](int r, int k) {
         const RowRange range = frame.kept(row + k);
         const int i = column + dq.row(lane, r);
         return i >= range.begin && i < range.end;
@@ -238,12 +243,15 @@ CUFA2_DEVICE void add_dq(const BwdParams& p, const Frame& frame, u32 memory, u32
 #pragma unroll
     for (int r = 0; r < Tile::N_TILES; ++r) {
 #pragma unroll
-      for (int c = 0; c < 2; ++c) {
+      for (int c = 0; c < 2 * kStretches; ++c) {
+        const int column_of_lane = c / 2 * kStretch + c % 2 * kPiece;
         Piece<T> piece;
 #pragma unroll
-        for (int j = 0; j < kPiece; ++j) piece.at[j] = dq.at[r >> 1][j][2 * (r & 1) + c] * scale;
-        if (i + 8 * r < p.seqlen_q && at + c * kPiece < p.head_dim) {
-          reduce_add(out + c * kPiece, piece);
+        for (int j = 0; j < kPiece; ++j) {
+          piece.at[j] = dq.at[r >> 1][c / 2 * kPiece + j][2 * (r & 1) + c % 2] * scale;
+        }
+        if (i + 8 * r < frame.len.q && at + column_of_lane < p.head_dim) {
+          reduce_add(out + column_of_lane, piece);
         }
       }
       out += 8 * p.dq_stride.row;
