@@ -713,6 +713,7 @@ class Gradients(NamedTuple):
     dead: Any  # (B, Sq, H): rows that see no key
     unseen: Any  # (B, Sk, Hk): keys that no row sees
     noise: float  # of dq and dk, see `gradient_noise`
+    crowded: Any  # (B,): how many times as much in dk, where many rows see few keys
     vanishing: tuple[float, float, float]  # how many times as much where a gradient is 0
 
 
@@ -730,7 +731,16 @@ def expected_gradients(do: Any, q: Any, k: Any, v: Any, **options: Any) -> Gradi
     steps, rows = -(-v.shape[3] // 16), max(q.shape[1] * q.shape[2] // max(k.shape[2], 1), 1)
     dq, dk, dv = exact
     vanishing = (steps, steps * math.sqrt(rows), 0.0)
-    return Gradients((dq, dk, dv), plain, dead, unseen, noise, vanishing)
+    # A key that rows see alone adds up the whole noise of each: sqrt(rows) times one row's, of
+    # which there are rows / keys to a key.
+    seqlens = (options.get(name) for name in ("seqlens_q", "seqlens_k"))
+    real_q, real_k = (
+        np.full(q.shape[0], x.shape[1]) if n is None else host(n)
+        for n, x in zip(seqlens, (q, k), strict=True)
+    )
+    group = q.shape[2] // max(k.shape[2], 1)
+    crowded = np.sqrt(np.maximum(1, group * real_q / np.maximum(real_k, 1)))
+    return Gradients((dq, dk, dv), plain, dead, unseen, noise, crowded, vanishing)
 
 
 def assert_gradients(grads: Any, expected: Gradients, name: str) -> None:
@@ -752,8 +762,12 @@ def assert_gradients(grads: Any, expected: Gradients, name: str) -> None:
         x = grad if isinstance(grad, np.ndarray) else host(grad)
         noise = 0.0 if which == "dv" else expected.noise
         if np.nan_to_num(np.abs(exact), posinf=0).max(initial=0) < 2**10 * noise:
-            noise *= times
-        assert_accurate(x, exact, plain, f"{name}: {which}", noise)
+            assert_accurate(x, exact, plain, f"{name}: {which}", times * noise)
+        else:
+            crowded = expected.crowded if which == "dk" else np.ones(len(x))
+            for factor in np.unique(crowded):
+                a, b, c = (y[crowded == factor] for y in (x, exact, plain))
+                assert_accurate(a, b, c, f"{name}: {which}", float(factor) * noise)
         loose = int(np.count_nonzero(x[unlit].astype(np.float64)))
         assert loose == 0, f"{name}: {loose} values of {which} that nothing sees are not 0"
 

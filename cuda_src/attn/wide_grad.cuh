@@ -115,7 +115,8 @@ template <class Tile, class Score> struct PairGrad {
   T scale;
   // Natural exponents: scale_log2 and lse / ln 2 would add roundings that a plain loop has not.
   CUFA2_DEVICE explicit PairGrad(const BwdParams& p)
-      : score(p), scale(T(p.exact_scale_log2 * 0.69314718055994531)) {}
+      : score(p),
+        scale(T(Score::kIdentity ? p.exact_scale : p.exact_scale_log2 * 0.69314718055994531)) {}
   CUFA2_DEVICE void operator()(T& s, T& dp, T lse, T delta) const {
     constexpr T kLog2 = 1.4426950408889634;
     const T logit = score.score(s), weight = power_of_2(fma(logit, scale, -lse) * kLog2);
