@@ -64,7 +64,7 @@ BWD_WIDE: tuple[Tile, ...] = (
     WideGradTile(64, 16, 64, 4, 1, itemsize=8),
     WideGradTile(64, 8, 64, 4, 1, itemsize=8),
     WideGradTile(128, 16, 64, 4, 2, split=2, itemsize=4, least_smem=200 << 10),
-    WideGradTile(128, 32, 64, 4, 1, split=2, itemsize=4),
+    WideGradTile(128, 16, 64, 4, 1, split=2, itemsize=4),
     WideGradTile(128, 16, 64, 4, 1, split=2, stages=1, itemsize=4),
     WideGradTile(128, 16, 64, 8, 1, split=2, itemsize=8),
     WideGradTile(128, 16, 32, 4, 1, split=2, itemsize=8),
