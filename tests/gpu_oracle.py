@@ -60,6 +60,8 @@ UNEQUAL_BACKWARD = (
     (64, 256, "float16", True),
     (128, 96, "bfloat16", False),
     (96, 256, "bfloat16", False),
+    (192, 128, "float32", False),
+    (64, 256, "float64", True),
 )
 # One for each mask policy.
 MASK_OPTIONS: dict[str, dict[str, Any]] = {
@@ -794,7 +796,8 @@ def poison(q: Any, k: Any, v: Any) -> None:
     cupy.get_default_memory_pool().free_all_blocks()
     b, sq, h, _ = q.shape
     rows = b * h * -(-sq // 64) * 64
-    sizes = [*(x.nbytes for x in (q, k, v)), 4 * rows, 4 * rows * q.shape[3], 1 << 23]
+    of_lse = numpy_dtype(lse_dtype(q.dtype.name)).itemsize
+    sizes = [*(x.nbytes for x in (q, k, v)), of_lse * rows, 4 * rows * q.shape[3], 1 << 23]
     blocks = [cupy.empty(max(n, 1), np.uint8) for n in sizes]
     blocks.append(cupy.empty(sum(sizes), np.uint8))
     fill_nan(*blocks)
@@ -911,38 +914,123 @@ def foreign_tiles(kernel: Kernel = FORWARD) -> list[tuple[Tile, int]]:
     return list(found)
 
 
+def kinds_of(row: Kernel, dtypes: Iterable[str]) -> tuple[str, ...]:
+    """Those of `dtypes` that a row takes, and those of FAST that it has for them."""
+    mine = tuple(dtype for dtype in dtypes if dtype in row.dtypes)
+    return (*mine, *(kind for kind, (t, _) in FAST.items() if row.tf32 and t in mine))
+
+
+class Cell(NamedTuple):
+    """An instance of a backward kernel: a dtype or one of FAST, a head dim and the policies."""
+
+    kind: str
+    dim: int
+    mask: str
+    score: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        softcap = 2.5 if self.score == "softcap" else 0.0
+        return {**MASK_OPTIONS[self.mask], "softcap": softcap, **named(self.kind)[1]}
+
+
+@functools.cache
+def backward_cells() -> tuple[Cell, ...]:
+    """What the tests run of the backward: of 16-bit inputs everything.
+
+    float32 and float64 have all policies at the head dims that tiles end at, and each mask with
+    one score at the others, which take the same tiles; TF32 all of them once and each mask at the
+    largest head dim.
+    """
+    found = []
+    for row in main_kernels("backward"):
+        ends = sorted({tile.max_head_dim for tile in row.tiles})
+        for kind, (n, dim) in itertools.product(
+            kinds_of(row, row.dtypes), enumerate(row.head_dims)
+        ):
+            every = kind in DTYPES or dim in (ends[:1] if kind in FAST else ends)
+            if kind in FAST and not every and dim != ends[-1]:
+                continue
+            for m, mask in enumerate(MASKS):
+                scores = tuple(SCORES) if every else (tuple(SCORES)[(n + m) % len(SCORES)],)
+                found += [Cell(kind, dim, mask, score) for score in scores]
+    return tuple(found)
+
+
+def backward_sizes(kind: str) -> tuple[int, ...]:
+    """Head dims of which the tests run every policy."""
+    found = {
+        (cell.kind, cell.dim)
+        for cell in backward_cells()
+        if all(cell._replace(mask=m, score=s) in backward_cells() for m in MASKS for s in SCORES)
+    }
+    return tuple(sorted(dim for t, dim in found if t == kind))
+
+
+def foreign_cells(row: Kernel) -> list[tuple[Tile, Cell]]:
+    """Tiles of a backward row that some architecture uses and this card does not, and what the
+    tests run on them: every mask, for float32 and float64 two of them each time."""
+    found = []
+    for n, (tile, dim) in enumerate(foreign_tiles(row)):
+        dtypes = [t for t in row.dtypes if numpy_dtype(t).itemsize == tile.itemsize]
+        kinds, wide = kinds_of(row, dtypes), tile.itemsize > 2
+        for m, mask in enumerate(MASKS):
+            if wide and m % 2 != n % 2:
+                continue
+            turn = (n + m) // 2 if wide else m
+            score = tuple(SCORES)[(turn // 2 + m if wide else m) % len(SCORES)]
+            found.append((tile, Cell(kinds[turn % len(kinds)], dim, mask, score)))
+    return found
+
+
 def variants_in_use() -> Iterator[Variant]:
     """The kernels that the tests run most, so that they can be compiled side by side first."""
     info = device.info(0)
-    yield from plan.variants(info)
+    wide = [row for row in main_kernels("backward") if row.dq_in_place]
+    dtypes = {dtype for row in wide for dtype in row.dtypes}
+    for v in plan.variants(info):
+        if v.kernel.direction == "forward" or v.dtype not in dtypes or not v.kernel.policies:
+            yield v
+    for cell in backward_cells():
+        dtype, _ = named(cell.kind)
+        if dtype in dtypes:
+            for deterministic in MODES:
+                options = {**cell.options, "deterministic": deterministic}
+                yield from _variants_of("backward", cell.dim, cell.dim, dtype, options)
+    policies = [
+        {**mask, "softcap": softcap}
+        for mask, softcap in itertools.product(MASK_OPTIONS.values(), (0.0, 1.0))
+    ]
     for d, dv, dtype in UNEQUAL:
-        yield from _variants_of("forward", d, dv, dtype)
+        for options in policies:
+            yield from _variants_of("forward", d, dv, dtype, options)
     for d, dv, dtype, deterministic in UNEQUAL_BACKWARD:
-        yield from _variants_of("backward", d, dv, dtype, deterministic=deterministic)
+        for options in policies:
+            mode = {**options, "deterministic": deterministic}
+            yield from _variants_of("backward", d, dv, dtype, mode)
     for kernel in main_kernels("forward"):
         for tile, d in foreign_tiles(kernel):
-            dtypes = [t for t in kernel.dtypes if numpy_dtype(t).itemsize == tile.itemsize]
-            for (n, mask), (m, dtype) in itertools.product(enumerate(MASKS), enumerate(dtypes)):
+            dtypes_of = [t for t in kernel.dtypes if numpy_dtype(t).itemsize == tile.itemsize]
+            for (n, mask), (m, dtype) in itertools.product(enumerate(MASKS), enumerate(dtypes_of)):
                 score = tuple(SCORES)[(n + m) % len(SCORES)]
                 for tf32 in (False, True) if kernel.tf32 and dtype == "float32" else (False,):
                     yield Variant(kernel, tile, dtype, d, d, mask, score, tf32=tf32)
     for kernel in KERNELS:
         if kernel.direction == "backward" and kernel.policies:
-            for tile, d in foreign_tiles(kernel):
-                for n, (mask, score) in enumerate(zip(MASKS, itertools.cycle(SCORES))):
-                    dtype = kernel.dtypes[n % len(kernel.dtypes)]
-                    yield Variant(kernel, tile, dtype, d, d, mask, score)
+            for tile, (kind, d, mask, score) in foreign_cells(kernel):
+                tf32 = kernel.tf32 and kind in FAST
+                yield Variant(kernel, tile, named(kind)[0], d, d, mask, score, tf32=tf32)
 
 
-def _variants_of(direction: Any, d: int, dv: int, dtype: str, **options: Any) -> Iterator[Variant]:
-    """Every kernel of a pass with these head dims, whatever the mask and the score."""
+def _variants_of(
+    direction: Any, d: int, dv: int, dtype: str, options: dict[str, Any]
+) -> Iterator[Variant]:
+    """Every kernel of a pass with these head dims and options."""
     from cufa2.problem import Options, make_problem
 
     head, head_v = (SimpleNamespace(shape=(1, 1, 1, n), dtype=dtype) for n in (d, dv))
-    for mask, softcap in itertools.product(MASK_OPTIONS.values(), (0.0, 1.0)):
-        made = Options.make(**mask, softcap=softcap, **options)
-        problem = make_problem(direction, made, head, head, head_v)
-        yield from plan.choose(problem, device.info(0)).variants
+    problem = make_problem(direction, Options.make(**options), head, head, head_v)
+    yield from plan.choose(problem, device.info(0)).variants
 
 
 def compile_side_by_side() -> None:

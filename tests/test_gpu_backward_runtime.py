@@ -153,7 +153,7 @@ def test_torch_needs_no_graph(cp: Any, torch: Any) -> None:
         args[n].requires_grad_(False)
 
 
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dtype", [*HALVES, "float32"])
 def test_jax(cp: Any, jax: Any, dtype: str) -> None:
     do, q, k, v = problem(2, 70, 90, 4, 2, 64, 64, dtype)
     made, call = forward(q, k, v, causal=True), opts(causal=True, deterministic=True)
@@ -164,7 +164,7 @@ def test_jax(cp: Any, jax: Any, dtype: str) -> None:
         assert isinstance(x, jax.Array), f"{name}: got {type(x)}"
         assert next(iter(x.devices())).platform == "gpu", f"{name}: result on {x.devices()}"
         assert x.dtype.name == dtype, f"{name}: got {x.dtype}"
-        same_bits(np.asarray(x).view(np.uint16), y, name)
+        same_bits(np.asarray(x).view(f"u{y.itemsize}"), y, name)
     again = flash_attention_backward(a, *grads, e, f, **call)  # results go in again
     assert len(again) == 3
 
@@ -227,11 +227,11 @@ def test_work_is_queued_on_the_stream_asked_for(cp: Any) -> None:
                 check_backward(do, q, k, v, grads, f"stream={spelled!r}")
 
 
+@pytest.mark.parametrize("dtype", [HALVES[-1], "float32"])
 @pytest.mark.parametrize("dim", [64, 66])
 @pytest.mark.parametrize("deterministic", MODES)
-def test_case_14_graph_capture(cp: Any, deterministic: bool, dim: int) -> None:
+def test_case_14_graph_capture(cp: Any, deterministic: bool, dim: int, dtype: str) -> None:
     """Forward and backward in one graph; replays read what the inputs then hold."""
-    dtype = HALVES[-1]
     tensors: Any = problem(2, 150, 200, 4, 2, dim, dim, dtype)
     do, q, k, v = tensors
     lens = lengths(200, 77)
@@ -269,9 +269,12 @@ def test_case_14_graph_capture(cp: Any, deterministic: bool, dim: int) -> None:
 
 
 @pytest.mark.parametrize("deterministic", MODES)
-@pytest.mark.parametrize("heads", [1, 2])
-def test_memory_of_a_long_call(cp: Any, heads: int, deterministic: bool) -> None:
-    """Results, two float32 for each row, and by default a float32 dq: nothing else."""
+@pytest.mark.parametrize(
+    ("dtype", "heads"), [(HALVES[-1], 1), (HALVES[-1], 2), ("float32", 1), ("float64", 1)]
+)
+def test_memory_of_a_long_call(cp: Any, dtype: str, heads: int, deterministic: bool) -> None:
+    """Results, two numbers of lse's type for each row, and by default for 16-bit inputs a float32
+    dq: nothing else."""
     from cupy.cuda import memory_hook
 
     class Peak(memory_hook.MemoryHook):  # type: ignore[misc]
@@ -287,7 +290,7 @@ def test_memory_of_a_long_call(cp: Any, heads: int, deterministic: bool) -> None
             self.live.pop(kwargs["mem_ptr"], None)
 
     s, d = 65536, 128
-    do, q, k, v = problem(1, s, s, heads, heads, d, d, HALVES[-1])
+    do, q, k, v = problem(1, s, s, heads, heads, d, d, dtype)
     call = opts(causal=True, deterministic=deterministic)
     few = [x[:, :64] for x in (do, q, k, v)]
     backward(*few, **call)  # everything is loaded
@@ -300,8 +303,8 @@ def test_memory_of_a_long_call(cp: Any, heads: int, deterministic: bool) -> None
         grads = flash_attention_backward(do, q, k, v, *made, **call)
         cp.cuda.Device().synchronize()
     rows = heads * -(-s // 64) * 64
-    formula = sum(x.nbytes for x in (q, k, v)) + 2 * 4 * rows
-    if not deterministic:
+    formula = sum(x.nbytes for x in (q, k, v)) + 2 * made[1].itemsize * rows
+    if dtype in HALVES and not deterministic:
         formula += 4 * rows * d
     assert 0.99 * formula < peak.top < 1.01 * formula, f"{peak.top} bytes, {formula} documented"
     grown = pool.total_bytes() - before
