@@ -195,8 +195,8 @@ template <class Tile> CUFA2_DEVICE bool has_nonfinite(u32 keys) {
 }
 
 // Adds this warp's part of dQ, the products of dS with its side of its team's keys, to the rows of
-// dq from query `column` on, 128 or 256 bytes of each at a time. Of a K that is not finite, what is not
-// enters no product that it could leak from; dS that is not is computed anew by plain arithmetic.
+// dq from query `column` on, 128 or 256 bytes of each at a time. What is not finite in K enters no
+// product that it could leak from; dS that is not finite is computed anew by plain arithmetic.
 template <class Tile, class Score, class Frame>
 CUFA2_DEVICE void add_dq(const BwdParams& p, const Frame& frame, u32 memory, u32 stage, int head,
                          int row, int column, bool bad_grads) {
@@ -209,7 +209,8 @@ CUFA2_DEVICE void add_dq(const BwdParams& p, const Frame& frame, u32 memory, u32
 #pragma unroll 1
   for (int part = 0; part < Tile::kSideD / (kStretches * kStretch); ++part) {
     const int thread = thread_index(), lane = thread % 32;
-    const int first = Tile::side(thread) * Tile::kSideD + part * kStretches * kStretch;  // column of D
+    // Its first column of D.
+    const int first = Tile::side(thread) * Tile::kSideD + part * kStretches * kStretch;
     const Weights<Tile> weights(memory, thread);
     const u32 keys = memory + Tile::team_row(thread) * Smem::kRowBytes + first * sizeof(T);
     const auto k_rows = PairReader<T, Smem>::at(keys, lane);

@@ -222,7 +222,7 @@ def test_random_problems(cp: Any, case: dict[str, Any]) -> None:
     check_backward(do, q, k, v, grads, str(case), dlse=dlse, **options, **lens)
 
 
-@pytest.mark.parametrize("cell", CELLS, ids="-".join)
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, cell)))
 def test_every_kernel_of_this_card(cp: Any, cell: Any) -> None:
     dtype, _ = oracle.named(cell.kind)
     for n, (sq, sk) in enumerate(((200, 333), (129, 64), (97, 97))):
