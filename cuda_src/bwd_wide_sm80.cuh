@@ -218,7 +218,7 @@ CUFA2_DEVICE void add_dq(const BwdParams& p, const Frame& frame, u32 memory, u32
     auto load_grad = [&](T (&x)[4], int n, int kk) { weights.load_grad_transposed(x, n, kk); };
     WideAccumulator<T, M_TILES, kPiece * kStretches> dq;
     dq.clear();
-    if (!bad_grads && !frame.bad_keys) {
+    if (!(Tile::kHalves && bad_grads) && !frame.bad_keys) {
       multiply_columns<Tile::kTf32, false, false, KEYS, kStretches>(dq, 0, load_grad, k_rows,
                                                                     columns);
     } else {

@@ -17,9 +17,8 @@
 // same P; and each owns its side of the columns of O.
 //
 // NaN: none leaks from a masked key. As in fwd_sm80.cuh, a tile that meets one in O is done again
-// with all that is not finite in V kept out of the products. At float32 accuracy the halves of an
-// infinity, or of a value that rounds to one, make NaN of any product, whatever it should be:
-// there the tile is done again under every mask, and scores that are NaN are computed anew.
+// with all that is not finite in V kept out of the products. At float32 accuracy so is a tile that
+// meets a score that is not finite, and those are computed anew: see plain_product.
 #pragma once
 #include "attn/schedule.cuh"
 #include "attn/wide.cuh"
@@ -66,8 +65,7 @@ struct WideTile {
   static CUFA2_DEVICE int team_row(int thread) { return team(thread) * 16 * M_TILES; }
 };
 
-// Computes the scores that are NaN anew by plain arithmetic: halves of Inf, or of a value that
-// rounds to it, make NaN whatever the score should be. A score that is NaN stays one.
+// Computes the scores that are not finite anew by plain arithmetic, see plain_product.
 template <class Tile>
 CUFA2_DEVICE void mend_scores(typename Tile::Scores& s, u32 q_tile, u32 k_tile, int head_dim) {
   using T = typename Tile::T;
@@ -79,7 +77,7 @@ CUFA2_DEVICE void mend_scores(typename Tile::Scores& s, u32 q_tile, u32 k_tile, 
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         T& score = s.at[r >> 1][n][2 * (r & 1) + c];
-        if (score == score) continue;
+        if (is_finite(score)) continue;
         score = plain_product<typename Tile::Q, typename Tile::K>(
             q_tile, row + Tile::Scores::row(lane, r), k_tile, Tile::Scores::column(lane, n, c),
             head_dim, T(0));
@@ -257,9 +255,14 @@ CUFA2_DEVICE bool attend(const FwdParams& p, const TileFrame& frame, u32 q_tile,
       }
       if (seen && part == PARTS - 1) {
         if constexpr (Tile::SPLIT > 1) sum_sides<Tile>(s, scores);
-        if constexpr (SAFE && Tile::kHalves) mend_scores<Tile>(s, q_tile, ring + slot, p.head_dim);
+        T spoilt = T(0);  // NaN reaches O and has the tile done again
+        if constexpr (Tile::kHalves) {
+          if constexpr (SAFE) mend_scores<Tile>(s, q_tile, ring + slot, p.head_dim);
+          else spoilt = s.nan_unless_finite();
+        }
         apply_score<Tile, Score>(s, score);
         if (masked) apply_mask<Tile>(s, frame.mask, warp_row(), key);
+        s.at[0][0][0] += spoilt;
         softmax.step(s, o, is_same<T, float> ? T(p.scale_log2) : T(p.exact_scale_log2));
       }
       end_turn();

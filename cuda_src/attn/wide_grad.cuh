@@ -167,15 +167,17 @@ CUFA2_DEVICE void plain_grads(typename Tile::T (&x)[4], const BwdParams& p, cons
 }
 
 // S and dP of a block of columns -> P and dS. `row` and `column` are the positions of the warp's
-// first row and the block's first column. Returns whether some dS of the team is not finite, where
-// add_dq must know.
+// first row and the block's first column.
+//
+// At float32 accuracy S and dP that are not finite may be wrong (plain_product): SAFE computes them
+// anew, otherwise a NaN in dS has the tile done again. Returns whether the team has met one.
 template <class Tile, class Score, bool SAFE, class Frame>
 CUFA2_DEVICE bool weigh(const BwdParams& p, const Frame& frame, u32 memory, u32 stage, int row,
                         int column, bool masked) {
   using T = typename Tile::T;
   using Layout = Weights<Tile>;
   constexpr int SPLIT = Tile::SPLIT;
-  bool finite = true;
+  T spoilt = T(0);  // or NaN
   const PairGrad<Tile, Score> pair(p);
   const int thread = thread_index(), lane = thread % 32;
   const Layout at(memory, thread);
@@ -227,16 +229,17 @@ CUFA2_DEVICE bool weigh(const BwdParams& p, const Frame& frame, u32 memory, u32 
         if constexpr (SAFE && Tile::kHalves) {
           const int i = Tile::team_row(thread) + Tile::Scores::row(lane, 2 * m + (e >> 1));
           const int j = Tile::Scores::column(lane, n + at.side, e);
-          if (x[e] != x[e]) x[e] = plain_score<Tile>(p, memory, stage, i, j);
-          if (y[e] != y[e]) y[e] = plain_dp<Tile>(p, memory, stage, i, j);
+          if (!is_finite(x[e])) x[e] = plain_score<Tile>(p, memory, stage, i, j);
+          if (!is_finite(y[e])) y[e] = plain_dp<Tile>(p, memory, stage, i, j);
         }
+        if constexpr (Tile::kHalves && !SAFE) spoilt = fma(x[e], T(0), fma(y[e], T(0), spoilt));
         pair(x[e], y[e], lse[e], delta[e]);
         const int c = Tile::Scores::column(0, n, e);
         const bool drop = (c < begin[e >> 1]) | (c >= end[e >> 1]);
         x[e] = drop ? T(0) : x[e];
         y[e] = drop ? T(0) : y[e];
-        if constexpr (Tile::ACCUMULATE && !SAFE) finite = finite && is_finite(y[e]);
       }
+      if constexpr (Tile::kHalves && !SAFE) y[3] += spoilt;
       const u32 grad = at.grad(m, n) + at.side * (Tile::kScoreBytes + Layout::tile(0, 1));
       warp_sync();  // the lanes have read the tile
       store_two<T>(grad, y[0], y[1]);
@@ -245,7 +248,8 @@ CUFA2_DEVICE bool weigh(const BwdParams& p, const Frame& frame, u32 memory, u32 
     }
   }
   // Lanes and sides read dS of others.
-  if constexpr (SPLIT > 1) return group_any(1 + Tile::team(thread), 32 * SPLIT, !finite);
+  const bool bad = spoilt != spoilt;
+  if constexpr (SPLIT > 1) return group_any(1 + Tile::team(thread), 32 * SPLIT, bad);
   warp_sync();
-  return warp_any(!finite);
+  return warp_any(bad);
 }

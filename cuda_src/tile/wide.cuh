@@ -47,6 +47,18 @@ template <class T, int M_TILES_, int N_TILES_> struct WideAccumulator {
     return nan;
   }
 
+  // 0 if all that this lane owns is finite, else NaN.
+  CUFA2_DEVICE T nan_unless_finite() const {
+    T sum = T(0);
+#pragma unroll
+    for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+      for (int n = 0; n < N_TILES; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sum = fma(at[m][n][e], T(0), sum);
+    return sum;
+  }
+
   // Row within the warp tile of a lane's r-th row, and column of element e of tile n.
   static CUFA2_DEVICE int row(int lane, int r) { return (r >> 1) * 16 + (r & 1) * 8 + lane / 4; }
   static CUFA2_DEVICE int column(int lane, int n, int e) {
