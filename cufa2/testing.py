@@ -26,8 +26,14 @@ from .problem import Direction, Options
 Array = NDArray[Any]
 Calls = Sequence[Sequence[Any]]  # argument lists, used in turn
 
-# Spacing of numbers just above 1; half of it is the relative error of one rounding.
+# Spacing of numbers just above 1, half of it is the error of one rounding; smallest normal number.
 EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
+TINY = {
+    "float16": 2.0**-14,
+    "bfloat16": 2.0**-126,
+    "float32": 2.0**-126,
+    "float64": 2.0**-1022,
+}
 # Largest error of lse, relative to max(1, |lse|). Scores of 16-bit inputs accumulate in float32.
 LSE_TOLERANCE = {"float16": 1e-5, "bfloat16": 1e-5, "float32": 5e-6, "float64": 1e-14}
 
@@ -167,10 +173,10 @@ def assert_accurate(
 ) -> tuple[float, float]:
     """Raise AssertionError unless max|ours - ref64| <= 2 * max|plain - ref64| + atol.
 
-    atol is 2 rounding units (eps / 2) of ours' dtype at the largest magnitude in ref64; 16 for
-    float32 and float64, where the order of summation shows; plus `noise` (see `gradient_noise`;
-    only for gradients that vanish). NaN and infinities must stand where ref64 has them; where
-    plain itself is not finite it allows nothing. Returns (error, bound).
+    atol is 2 rounding units (eps / 2) of ours' dtype at the largest magnitude in ref64, 16 for
+    float32 and float64 (the order of summation shows), at least at the smallest normal number;
+    plus `noise` (see `gradient_noise`; for gradients that vanish). NaN and infinities must stand
+    where ref64 has them; a plain that is not finite allows nothing. Returns (error, bound).
     """
     ours, plain = to_numpy(ours), to_numpy(plain)
     if not ours.shape == ref64.shape == plain.shape:
@@ -180,8 +186,8 @@ def assert_accurate(
         ours[~finite].astype(ref64.dtype), ref64[~finite], f"{name}: non-finite values differ"
     )
     x, p, ref = (y[finite].astype(ref64.dtype) for y in (ours, plain, ref64))
-    units = 2 if ours.dtype.itemsize == 2 else 16
-    atol = units / 2 * EPS[ours.dtype.name] * float(np.abs(ref).max(initial=0)) + noise
+    units, least = 2 if ours.dtype.itemsize == 2 else 16, TINY[ours.dtype.name]
+    atol = units / 2 * EPS[ours.dtype.name] * float(np.abs(ref).max(initial=least)) + noise
     error = float(np.abs(x - ref).max(initial=0))
     bound = 2 * float(np.abs(p - ref)[np.isfinite(p)].max(initial=0)) + atol
     if not error <= bound:  # NaN included
@@ -200,8 +206,7 @@ def assert_lse(ours: Any, ref64: Array, dtype: str, name: str = "lse") -> None:
     """
     x = to_numpy(ours).astype(ref64.dtype)
     np.testing.assert_array_equal(x == -np.inf, ref64 == -np.inf, f"{name}: -inf pattern differs")
-    bad = np.isnan(ref64) | (ref64 == np.inf)
-    ours_bad = np.isnan(x) | (x == np.inf)
+    bad, ours_bad = (np.isnan(y) | (y == np.inf) for y in (ref64, x))
     np.testing.assert_array_equal(ours_bad, bad, f"{name}: NaN or +inf pattern differs")
     finite = np.isfinite(ref64)
     error = np.abs(x[finite] - ref64[finite]) / np.maximum(1, np.abs(ref64[finite]))

@@ -783,9 +783,9 @@ def test_case_38_one_to_five_tokens(cp: Any, options: Any, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("deterministic", MODES)
-@pytest.mark.parametrize(("dtype", "heads"), [("bfloat16", 16), ("float32", 4)])
-def test_skipped_blocks_cost_nothing(cp: Any, dtype: str, heads: int, deterministic: bool) -> None:
-    do, q, k, v = problem(1, 8192, 8192, heads, heads, 128, 128, dtype)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_skipped_blocks_cost_nothing(cp: Any, dtype: str, deterministic: bool) -> None:
+    do, q, k, v = problem(1, 8192, 8192, 16, 16, 128, 128, dtype)
 
     def milliseconds(**options: Any) -> float:
         made = forward(q, k, v, **options)

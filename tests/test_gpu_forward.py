@@ -673,6 +673,33 @@ def test_large_and_small_softcaps(cp: Any, softcap: float) -> None:
     run_checked(q, k, v, f"softcap={softcap}", softcap=softcap, causal=True)
 
 
+@pytest.mark.parametrize("kind", [t for t in KINDS if t != "float16"])
+@pytest.mark.parametrize("dim", [64, 256])
+def test_logits_beyond_the_type_they_add_up_in(cp: Any, dim: int, kind: str) -> None:
+    """Of all mantissas: the halves of a float32 have any signs. -Inf means that no key is seen,
+    +Inf that the row has no answer; neither is mistaken for the other or reaches other rows."""
+    dtype, fast = oracle.named(kind)
+    q, k, v = inputs(1, 130, 90, 2, 1, dim, dim, dtype)
+    large = 1e200 if dtype == "float64" else 1e30
+    rng = np.random.default_rng(0)
+    for sign in (-1, 1):
+        a, b = host(q), host(k)
+        a[..., 0] = 0
+        a[:, :40, :, 0] = large * rng.uniform(1, 2, (1, 40, 2))
+        b[..., 0] = sign * large * rng.uniform(1, 2, (1, 90, 1))
+        x, y = oracle.to_device(a), oracle.to_device(b)
+        o, lse = run(x, y, v, **fast)
+        found = host(lse)[:, :, :40]
+        if sign < 0:
+            assert (found == -np.inf).all(), "a row sees a key"
+            assert not host(o)[:, :40].any(), "a row that sees no key is not zero"
+        else:
+            assert not np.isfinite(found).any(), "an infinite logit was dropped"
+            assert not (found == -np.inf).any(), "+Inf was taken for -Inf"
+            assert not np.isfinite(host(o)[:, :40].astype(np.float64)).any(), "it has no answer"
+        check(o[:, 40:], lse[:, :, 40:], x[:, 40:], y, v, f"other rows, sign {sign}", **fast)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_case_38_one_to_three_tokens(cp: Any, dtype: str) -> None:
     for sq, sk, causal in itertools.product((1, 2, 3), (1, 2, 3, 17), (False, True)):
