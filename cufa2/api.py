@@ -142,9 +142,10 @@ def flash_attention_backward(
         causal, window, softmax_scale, softcap, seqlens_q, seqlens_k, layout, precision, stream:
             as given to `flash_attention`.
         dlse: gradient of lse, same shape and dtype as lse; default none.
-        deterministic: bit-identical results from run to run (the NumPy back end always is). On a
-            GPU the default adds dq up by float32 atomics, whose order varies; deterministic calls
-            compute it in a pass of its own: 1.2 to 1.45 times the time, and less memory.
+        deterministic: bit-identical results from run to run (NumPy's and the GPU's of float64
+            always are). On a GPU the default adds dq up by float32 atomics, whose order varies;
+            deterministic calls compute it in a pass of its own: 1.2 to 1.45 times the time and,
+            of 16-bit inputs, less memory.
 
     Returns:
         (dq, dk, dv), each with the shape and dtype of its input, in q's library. Padding rows
@@ -152,11 +153,11 @@ def flash_attention_backward(
 
     Raises:
         ValueError, TypeError, CompileError: as `flash_attention`.
-        UnsupportedError: the arrays are on a GPU and float32 or float64 (backward: NumPy only so
-            far), or as `flash_attention`.
+        UnsupportedError: as `flash_attention`.
 
-    Work memory on a GPU, in bytes, R being Sq rounded up to a multiple of 64: 8 B H R, and unless
-    deterministic 4 B H R D more for the float32 sums of dq.
+    Work memory on a GPU, in bytes, R being Sq rounded up to a multiple of 64: 8 B H R (float64:
+    16 B H R), and for 16-bit inputs unless deterministic 4 B H R D more for the float32 sums of
+    dq; float32 adds them up in dq itself.
 
     Source: Dao, "FlashAttention-2" (2023), arXiv 2307.08691, section 3.2.
     """

@@ -160,9 +160,9 @@ class FlashAttention2:
     ) -> tuple[Any, Any, Any]:
         """Compute (dq, dk, dv); shapes, dtypes and errors as in `flash_attention_backward`.
 
-        Work memory on a GPU, in bytes, R being Sq rounded up to a multiple of 64: 8 B H R, and
-        unless deterministic 4 B H R D for the float32 sums of dq (D as compiled: 32, 64, 96, 128,
-        192 or 256).
+        Work memory on a GPU, in bytes, R being Sq rounded up to a multiple of 64: 8 B H R (16 for
+        float64), and for 16-bit inputs unless deterministic 4 B H R D for the float32 sums of dq
+        (D as compiled: 32, 64, 96, 128, 192 or 256).
         """
         named = {"q": q, "k": k, "v": v, "do": do, "o": o, "lse": lse, "dlse": dlse}
         named |= {"seqlens_q": seqlens_q, "seqlens_k": seqlens_k}
