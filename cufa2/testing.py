@@ -28,12 +28,7 @@ Calls = Sequence[Sequence[Any]]  # argument lists, used in turn
 
 # Spacing of numbers just above 1, half of it is the error of one rounding; smallest normal number.
 EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
-TINY = {
-    "float16": 2.0**-14,
-    "bfloat16": 2.0**-126,
-    "float32": 2.0**-126,
-    "float64": 2.0**-1022,
-}
+TINY = {"float16": 2.0**-14, "bfloat16": 2.0**-126, "float32": 2.0**-126, "float64": 2.0**-1022}
 # Largest error of lse, relative to max(1, |lse|). Scores of 16-bit inputs accumulate in float32.
 LSE_TOLERANCE = {"float16": 1e-5, "bfloat16": 1e-5, "float32": 5e-6, "float64": 1e-14}
 

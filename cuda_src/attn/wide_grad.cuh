@@ -169,8 +169,8 @@ CUFA2_DEVICE void plain_grads(typename Tile::T (&x)[4], const BwdParams& p, cons
 // S and dP of a block of columns -> P and dS. `row` and `column` are the positions of the warp's
 // first row and the block's first column.
 //
-// At float32 accuracy S and dP that are not finite may be wrong (plain_product): SAFE computes them
-// anew, otherwise a NaN in dS has the tile done again. Returns whether the team has met one.
+// At float32 accuracy S and dP that are not finite may be wrong (plain_product): SAFE computes
+// them anew, otherwise a NaN in dS has the tile done again. Returns whether the team has met one.
 template <class Tile, class Score, bool SAFE, class Frame>
 CUFA2_DEVICE bool weigh(const BwdParams& p, const Frame& frame, u32 memory, u32 stage, int row,
                         int column, bool masked) {

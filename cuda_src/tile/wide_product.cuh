@@ -125,8 +125,8 @@ CUFA2_DEVICE void add_nonfinite(WideAccumulator<T, M_TILES, N_TILES>& d, int fir
 }
 
 // The product of row i of one tile and row j of another, by plain arithmetic. Products of halves
-// that are not finite may be wrong: the halves of Inf, or of a value that rounds to it, make NaN of
-// any product, and where products overflow a small one of the other sign may do so first.
+// that are not finite may be wrong: the halves of Inf, or of a value that rounds to it, make NaN
+// of any product, and where products overflow a small one of the other sign may do so first.
 template <class A, class B, class T>
 CUFA2_DEVICE T plain_product(u32 a_tile, int i, u32 b_tile, int j, int columns, T sum) {
 #pragma unroll 1
