@@ -1011,15 +1011,18 @@ def variants_in_use() -> Iterator[Variant]:
     for kernel in main_kernels("forward"):
         for tile, d in foreign_tiles(kernel):
             dtypes_of = [t for t in kernel.dtypes if numpy_dtype(t).itemsize == tile.itemsize]
-            for (n, mask), (m, dtype) in itertools.product(enumerate(MASKS), enumerate(dtypes_of)):
+            kinds = kinds_of(kernel, dtypes_of)
+            for (n, mask), (m, kind) in itertools.product(enumerate(MASKS), enumerate(kinds)):
                 score = tuple(SCORES)[(n + m) % len(SCORES)]
-                for tf32 in (False, True) if kernel.tf32 and dtype == "float32" else (False,):
-                    yield Variant(kernel, tile, dtype, d, d, mask, score, tf32=tf32)
+                tf32 = kind in FAST
+                yield Variant(kernel, tile, named(kind)[0], d, d, mask, score, tf32=tf32)
     for kernel in KERNELS:
         if kernel.direction == "backward" and kernel.policies:
             for tile, (kind, d, mask, score) in foreign_cells(kernel):
-                tf32 = kernel.tf32 and kind in FAST
-                yield Variant(kernel, tile, named(kind)[0], d, d, mask, score, tf32=tf32)
+                dtype, options = named(kind)[0], Cell(kind, d, mask, score).options
+                mode = {**options, "deterministic": kernel.stage == "dq"}
+                for v in _variants_of("backward", d, d, dtype, mode):
+                    yield dataclasses.replace(v, tile=tile) if v.kernel is kernel else v
 
 
 def _variants_of(
