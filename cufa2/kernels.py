@@ -133,6 +133,11 @@ def _columns(largest: int) -> int:
     return 64 if largest > 128 else 32
 
 
+def _even(largest: int) -> int:
+    """Where registers are short, D and Dv may differ by a factor of two only, or ptxas spills."""
+    return 128 if largest > 192 else 1
+
+
 KERNELS: tuple[Kernel, ...] = (
     Kernel(
         name="fwd_sm80",
@@ -162,6 +167,7 @@ KERNELS: tuple[Kernel, ...] = (
         tiles=tilings.FWD_WIDE,
         excludes=(_TOO_LONG,),
         tf32=True,
+        grain=_even,
     ),
     Kernel(
         name="bwd_delta",
