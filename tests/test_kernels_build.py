@@ -66,6 +66,7 @@ ALL_BUILDS = bool(os.environ.get("CUFA2_TEST_ALL_BUILDS"))
 HALVES = ("float16", "bfloat16")
 # One architecture for each size of shared memory: they have all tiles of float32 and float64.
 SMEM_SIZES = ("sm_80", "sm_86", "sm_90a")
+LARGER = (64, 96, 128, 256)  # head dims at which tiles end
 
 
 def wanted(v: Variant, arch: str) -> bool:
@@ -75,27 +76,23 @@ def wanted(v: Variant, arch: str) -> bool:
     There bfloat16 has every instance but: `left`, causal's mirror image, of one head dim in the
     backward; softcap of deterministic instances and of their dq with one mask. float32 and float64
     have three policies and all of one head dim; in the backward two and those of float32, and one
-    where deterministic, and where another architecture has the same tiles two head dims. sm_80 and sm_86, cards with less shared memory, have three policies in
-    bfloat16, the others causal alone. float16 differs in two instructions: one mask a head dim on
-    two architectures. TF32 leaves instructions of float32 out: one mask a head dim on three, which
-    have every tile. CUFA2_TEST_ALL_BUILDS builds all.
+    where deterministic; where another architecture has the same tiles they have two head dims.
+    sm_80 and sm_86, cards with less shared memory, have three policies in bfloat16 at the larger
+    sizes, the others causal alone. float16 differs in two instructions: one mask a head dim on two
+    architectures. TF32 leaves instructions of float32 out: one mask at the larger sizes on three,
+    which have every tile. CUFA2_TEST_ALL_BUILDS builds all.
     """
-    plain, causal = v.score == "plain", v.mask == "causal"
+    plain, causal, larger = v.score == "plain", v.mask == "causal", v.head_dim in LARGER
     if ALL_BUILDS or not v.kernel.policies:
         return ALL_BUILDS or v.dtype != "float16" or arch == "sm_90a"
     if v.dtype == "float16":
         return causal and plain and not v.deterministic and arch in ("sm_86", "sm_90a")
     if v.tf32:
-        return causal and plain and not v.deterministic and arch in ("sm_80", "sm_86", "sm_90a")
+        return causal and plain and not v.deterministic and arch in SMEM_SIZES and larger
     two = (v.mask, v.score) in (("causal", "plain"), ("local", "softcap"))
     three = two or (v.mask, v.score) == ("full", "plain")
     backward = v.kernel.direction == "backward"
-    if (
-        backward
-        and v.dtype not in HALVES
-        and arch not in SMEM_SIZES
-        and v.head_dim not in (64, 256)
-    ):
+    if v.dtype not in HALVES and arch not in SMEM_SIZES and v.head_dim not in (64, 256):
         return False
     if arch == "sm_90a":
         if v.kernel.name == "fwd_sm80":
@@ -109,7 +106,7 @@ def wanted(v: Variant, arch: str) -> bool:
         if v.kernel.name == "bwd_sm80" and not v.deterministic:
             return v.mask != "left"
         return three
-    if arch in ("sm_80", "sm_86") and v.dtype == "bfloat16":
+    if arch in ("sm_80", "sm_86") and v.dtype == "bfloat16" and larger:
         return three and (causal or not v.deterministic)
     # A head dim has another tile with softcap if one of its tiles is for one score only.
     choosy = any(
@@ -209,10 +206,7 @@ def test_the_builds_cover_the_table() -> None:
         theirs = [
             v
             for v in plan.variants(info)
-            if arch in SMEM_SIZES
-            or v.kernel.direction == "forward"
-            or v.dtype in HALVES
-            or v.head_dim in (64, 256)
+            if arch in SMEM_SIZES or v.dtype in HALVES or v.head_dim in (64, 256)
         ]
         assert {(v.kernel.name, v.head_dim, v.tile) for v in theirs} <= {
             (v.kernel.name, v.head_dim, v.tile) for v in mine if v.dtype != "float16"
