@@ -74,45 +74,48 @@ def wanted(v: Variant, arch: str) -> bool:
     policies on sm_90a.
 
     There bfloat16 has every instance but: `left`, causal's mirror image, of one head dim in the
-    backward; softcap of deterministic instances and of their dq with one mask. float32 and float64
-    have three policies and all of one head dim; in the backward two and those of float32, and one
-    where deterministic; where another architecture has the same tiles they have two head dims.
-    sm_80 and sm_86, cards with less shared memory, have three policies in bfloat16 at the larger
-    sizes, the others causal alone. float16 differs in two instructions: one mask a head dim on two
-    architectures. TF32 leaves instructions of float32 out: one mask at the larger sizes on three,
-    which have every tile. CUFA2_TEST_ALL_BUILDS builds all.
+    backward; softcap of deterministic instances and of their dq with one mask. sm_80 and sm_86,
+    cards with less shared memory, have three policies in bfloat16 at the larger sizes, the others
+    causal alone. float16 differs in two instructions: one mask a head dim on two architectures.
+    float32 and float64, which take longest, see `wanted_wide`. CUFA2_TEST_ALL_BUILDS builds all.
     """
     plain, causal, larger = v.score == "plain", v.mask == "causal", v.head_dim in LARGER
     if ALL_BUILDS or not v.kernel.policies:
         return ALL_BUILDS or v.dtype != "float16" or arch == "sm_90a"
     if v.dtype == "float16":
         return causal and plain and not v.deterministic and arch in ("sm_86", "sm_90a")
-    if v.tf32:
-        return causal and plain and not v.deterministic and arch in SMEM_SIZES and larger
+    if v.dtype not in HALVES:
+        return wanted_wide(v, arch)
     two = (v.mask, v.score) in (("causal", "plain"), ("local", "softcap"))
     three = two or (v.mask, v.score) == ("full", "plain")
-    backward = v.kernel.direction == "backward"
-    if v.dtype not in HALVES and arch not in SMEM_SIZES and v.head_dim not in (64, 256):
-        return False
     if arch == "sm_90a":
-        if v.kernel.name == "fwd_sm80":
-            return True
-        if backward and v.dtype != "bfloat16":
-            if v.deterministic:
-                return causal and plain
-            return two or (v.head_dim == 64 and v.dtype == "float32")
-        if v.head_dim == 64:
+        if v.kernel.name == "fwd_sm80" or v.head_dim == 64:
             return True
         if v.kernel.name == "bwd_sm80" and not v.deterministic:
             return v.mask != "left"
         return three
-    if arch in ("sm_80", "sm_86") and v.dtype == "bfloat16" and larger:
+    if arch in ("sm_80", "sm_86") and larger:
         return three and (causal or not v.deterministic)
     # A head dim has another tile with softcap if one of its tiles is for one score only.
     choosy = any(
         t.scores != tuple(SCORES) and t.max_head_dim >= v.head_dim for t in v.kernel.tiles
     )
     return causal and not v.deterministic and (plain or (choosy and v.head_dim in (96, 128)))
+
+
+def wanted_wide(v: Variant, arch: str) -> bool:
+    """Of float32 and float64: every head dim on sm_90a, with all policies for one of float32; the
+    tiles of cards with less shared memory; one head dim where another architecture has the same
+    tiles; on sm_90a TF32, which leaves instructions of float32 out, and deterministic ones."""
+    sm_90a, causal = arch == "sm_90a", (v.mask, v.score) == ("causal", "plain")
+    if v.tf32 or v.deterministic:
+        return sm_90a and causal and v.head_dim in LARGER
+    if not sm_90a:
+        sizes = (64, 128, 192, 256) if arch in SMEM_SIZES else (64,)
+        return causal and v.head_dim in sizes
+    if v.head_dim == 64 and v.dtype == "float32":
+        return True
+    return causal or ((v.mask, v.score) == ("local", "softcap") and v.head_dim in (64, 256))
 
 
 # Pairs of Dv != D in which stretches, warps, sides and staging differ, by architecture and dtype.
@@ -201,12 +204,11 @@ def test_kernel(build: tuple[str, Variant], cubins: dict[Any, Future[Cubin]]) ->
 def test_the_builds_cover_the_table() -> None:
     """Each architecture, row, tile in use and head dim; every tile, mask and score."""
     for arch in ARCHS:
-        info = info_for_arch(arch)
         mine = {v for a, v in BUILDS if a == arch}
         theirs = [
             v
-            for v in plan.variants(info)
-            if arch in SMEM_SIZES or v.dtype in HALVES or v.head_dim in (64, 256)
+            for v in plan.variants(info_for_arch(arch))
+            if arch == "sm_90a" or v.dtype in HALVES or v.head_dim == 64
         ]
         assert {(v.kernel.name, v.head_dim, v.tile) for v in theirs} <= {
             (v.kernel.name, v.head_dim, v.tile) for v in mine if v.dtype != "float16"
@@ -224,10 +226,12 @@ def test_the_builds_cover_the_table() -> None:
     used = {(v.kernel.name, v.tile) for _, v in BUILDS}
     rows = {(row.name, tile) for row in KERNELS for tile in row.tiles}
     assert used == rows, "a tile of the table serves no card"
-    fast = {(v.kernel.name, v.tile) for _, v in BUILDS if v.tf32}
-    assert fast == {
-        (row.name, t) for row in KERNELS if row.tf32 for t in row.tiles if t.itemsize == 4
-    }
+    fast, exact = (
+        {(v.kernel.name, v.tile) for arch, v in BUILDS if arch == "sm_90a" and v.tf32 == tf32}
+        for tf32 in (True, False)
+    )
+    rows_of = {row.name for row in KERNELS if row.tf32}
+    assert fast == {(name, t) for name, t in exact if name in rows_of and t.itemsize == 4}
     uneven = {
         (v.kernel.name, v.dtype) for _, v in BUILDS if v.head_dim != v.head_dim_v and not v.tf32
     }
