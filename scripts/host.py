@@ -146,8 +146,8 @@ def peak_memory(dtype: str) -> dict[str, float]:
 
 
 def peak_memory_backward(dtype: str, deterministic: bool) -> dict[str, float]:
-    """Likewise for a backward call at S = 65536: inputs, outputs, two float32 numbers a query and,
-    unless deterministic, a float32 dq."""
+    """Likewise for a backward call at S = 65536: inputs, outputs, two numbers a query (of the type
+    of lse) and, for 16-bit types unless deterministic, a float32 dq."""
     batch, longest, heads, dim = LONG_BACKWARD
 
     def run(seqlen: int) -> list[Any]:
@@ -158,8 +158,9 @@ def peak_memory_backward(dtype: str, deterministic: bool) -> dict[str, float]:
         )
         return [q, k, v, do, o, lse, *grads]
 
-    rows = batch * longest * heads
-    return peak(run, longest, 4 * rows * (2 if deterministic else 2 + dim))
+    rows, itemsize = batch * longest * heads, testing.numpy_dtype(dtype).itemsize
+    sums = 4 * dim if itemsize == 2 and not deterministic else 0
+    return peak(run, longest, rows * (2 * max(itemsize, 4) + sums))
 
 
 def peak(run: Callable[[int], list[Any]], seqlen: int, work: int) -> dict[str, float]:
