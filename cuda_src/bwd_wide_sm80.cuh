@@ -13,10 +13,10 @@
 // S = A_D B_D^T and dP = A_DV B_DV^T (of a key tile: transposed), and what a block leaves stays in
 // registers until it is written, once. A key tile takes every query head of its group.
 //
-// ACCUMULATE: key tiles also add up dQ, by atomics and in dq itself, which bwd_delta.cuh has
-// cleared: of every block of queries each team adds what its keys give. Without it query tiles
-// make dQ: nothing needs atomics and results repeat to the bit, but S and dP are computed twice,
-// seven products instead of five.
+// ACCUMULATE, of float32: key tiles also add up dQ, by atomics and in dq itself, which
+// bwd_delta.cuh has cleared: of every block of queries each team adds what its keys give. Without
+// it query tiles make dQ: nothing needs atomics and results repeat to the bit, but S and dP are
+// computed twice, seven products instead of five.
 //
 // SPLIT warps share their rows, so that what they read and split of the columns serves two tiles
 // of rows: each multiplies its side of the head dims, sums up its share of S and dP through shared
@@ -44,6 +44,7 @@ struct WideGradTile {
   static_assert(WARPS % SPLIT == 0 && WARPS / SPLIT < 16, "one named barrier per SPLIT warps");
   static_assert(kWorkRows % COLUMNS == 0, "work arrays hold whole blocks of columns");
   static_assert(STAGES > 0 || !kHalves, "plain arithmetic needs all operands");
+  static_assert(!ACCUMULATE || (KEYS && is_same<T, float> && N_TILES % 2 == 0), "see add_dq");
 
   static constexpr int kPiece = Piece<T>::kSize;
   static constexpr int kGrain = 8 * kPiece * SPLIT;  // sides have whole stretches
@@ -58,7 +59,6 @@ struct WideGradTile {
   using ColumnDv = SmemTile<COLUMNS, DV * kUnits>;
   using Scores = WideAccumulator<T, M_TILES, N_TILES>;
   using GradD = WideAccumulator<T, M_TILES, kSideD / 8>;
-  using GradDv = WideAccumulator<T, M_TILES, kSideDv / 8>;
 
   // Shared memory: the rows, lse and delta (of a stage, if they belong to columns), the stages,
   // and per warp dS and P.
@@ -203,7 +203,7 @@ CUFA2_DEVICE void add_dq(const BwdParams& p, const Frame& frame, u32 memory, u32
   using T = typename Tile::T;
   using Smem = typename Tile::RowD;
   constexpr int kPiece = Tile::kPiece, kStretch = 8 * kPiece;
-  constexpr int M_TILES = (Tile::N_TILES + 1) / 2, KEYS = 16 * Tile::M_TILES;
+  constexpr int M_TILES = Tile::N_TILES / 2, KEYS = 16 * Tile::M_TILES;
   // Few rows leave registers for more columns, which then share what is read of dS.
   constexpr int kStretches = M_TILES == 1 && Tile::kSideD % (2 * kStretch) == 0 ? 2 : 1;
 #pragma unroll 1
@@ -237,7 +237,6 @@ CUFA2_DEVICE void add_dq(const BwdParams& p, const Frame& frame, u32 memory, u32
         return i >= range.begin && i < range.end;
       });
     }
-    const T scale = is_same<T, float> ? T(p.scale) : T(p.exact_scale);
     const int i = column + lane / 4, at = first + lane % 4 * 2 * kPiece;
     T* out = static_cast<T*>(p.dq) + frame.work.batch * p.dq_stride.batch +
              head * p.dq_stride.head + i * p.dq_stride.row + at;
@@ -246,13 +245,13 @@ CUFA2_DEVICE void add_dq(const BwdParams& p, const Frame& frame, u32 memory, u32
 #pragma unroll
       for (int c = 0; c < 2 * kStretches; ++c) {
         const int column_of_lane = c / 2 * kStretch + c % 2 * kPiece;
-        Piece<T> piece;
+        T piece[kPiece];
 #pragma unroll
         for (int j = 0; j < kPiece; ++j) {
-          piece.at[j] = dq.at[r >> 1][c / 2 * kPiece + j][2 * (r & 1) + c % 2] * scale;
+          piece[j] = dq.at[r >> 1][c / 2 * kPiece + j][2 * (r & 1) + c % 2] * p.scale;
         }
         if (i + 8 * r < frame.len.q && at + column_of_lane < p.head_dim) {
-          reduce_add(out + column_of_lane, piece);
+          reduce_add_4(out + column_of_lane, piece);
         }
       }
       out += 8 * p.dq_stride.row;

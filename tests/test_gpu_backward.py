@@ -292,7 +292,7 @@ def test_tiles_of_other_cards(cp: Any, monkeypatch: pytest.MonkeyPatch, row: Any
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_two_hundred_seeds(cp: Any, dtype: str) -> None:
     """The default, whose sums come in any order, keeps the rule every time. Of float64, whose
-    order is that of float32, a quarter of them."""
+    order is always the same, a quarter of them."""
     for seed in range(50 if dtype == "float64" else 200):
         do, q, k, v = problem(1, 150, 190, 4, 2, 64, 64, dtype, seed)
         grads = backward(do, q, k, v, causal=True, wipe=seed < 5)

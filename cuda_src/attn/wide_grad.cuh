@@ -96,11 +96,10 @@ template <class Tile> struct Weights {
     const u32 first = element(row, column), second = element(row + 1, column);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const bool real = 2 * n + h < Tile::N_TILES;
       const u32 at = team + (2 * n + h) % Tile::SPLIT * Tile::kScoreBytes +
                      tile(kk / 2, 2 * n + h) + kk % 2 * kHalf;
-      x[2 * h] = real ? load_element<T>(at + first) : T(0);
-      x[2 * h + 1] = real ? load_element<T>(at + second) : T(0);
+      x[2 * h] = load_element<T>(at + first);
+      x[2 * h + 1] = load_element<T>(at + second);
     }
   }
   CUFA2_DEVICE void load_weight(T (&x)[4], int m, int n) const {
@@ -155,7 +154,7 @@ CUFA2_DEVICE void plain_grads(typename Tile::T (&x)[4], const BwdParams& p, cons
     const int i = 8 * kk + lane % 4 * 2 + e % 2, j = 16 * n + 8 * (e / 2) + lane / 4;
     const RowRange range = frame.kept(row + i);
     T grad = T(0);
-    if (j < Tile::COLUMNS && column + j >= range.begin && column + j < range.end) {
+    if (column + j >= range.begin && column + j < range.end) {
       const u32 facts = stage + Tile::kColumnFacts + j * sizeof(T);
       T s = plain_score<Tile>(p, memory, stage, Tile::team_row(thread) + i, j);
       grad = plain_dp<Tile>(p, memory, stage, Tile::team_row(thread) + i, j);

@@ -101,7 +101,3 @@ CUFA2_DEVICE void reduce_add_4(float* p, const float (&x)[4]) {
   }
 #endif
 }
-
-CUFA2_DEVICE void reduce_add_1(double* p, double x) {
-  asm volatile("red.relaxed.gpu.global.add.f64 [%0], %1;" :: "l"(p), "d"(x) : "memory");
-}

@@ -40,13 +40,6 @@ template <class T> CUFA2_DEVICE void store_two(u32 shared, T first, T second) {
   else store_piece<T>(shared, {{first, second}});
 }
 
-// *p += x in L2, elementwise, in no defined order.
-CUFA2_DEVICE void reduce_add(float* p, const Piece<float>& x) { reduce_add_4(p, x.at); }
-CUFA2_DEVICE void reduce_add(double* p, const Piece<double>& x) {
-#pragma unroll
-  for (int i = 0; i < 2; ++i) reduce_add_1(p + i, x.at[i]);
-}
-
 template <class T> CUFA2_DEVICE bool is_finite(T x) { return fabs(x) < T(inf()); }
 
 // The larger one; a NaN in b is ignored. fmax(double) would mind a NaN in a as well, at twice the
