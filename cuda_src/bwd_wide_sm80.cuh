@@ -1,7 +1,7 @@
 // Backward attention for float32 and float64 on mma.sync tensor cores: dK and dV, or dQ.
 //
-//   P = exp(s - lse);  dP = dO V^T;  dS = P (dP - delta)
-//   dV = P^T dO;  dK = scale dS^T Q;  dQ = scale dS K   (policies in s and dS)
+//   P = exp(s - lse);  dP = dO V^T;  dS = scale P (dP - delta)
+//   dV = P^T dO;  dK = dS^T Q;  dQ = dS K   (policies in s and dS)
 //
 // The two kernels are one, seen from the keys and from the queries. A block owns rows and walks
 // over columns, the other side, in blocks:
@@ -13,10 +13,9 @@
 // S = A_D B_D^T and dP = A_DV B_DV^T (of a key tile: transposed), and what a block leaves stays in
 // registers until it is written, once. A key tile takes every query head of its group.
 //
-// ACCUMULATE, of float32: key tiles also add up dQ, by atomics and in dq itself, which
-// bwd_delta.cuh has cleared: of every block of queries each team adds what its keys give. Without
-// it query tiles make dQ: nothing needs atomics and results repeat to the bit, but S and dP are
-// computed twice, seven products instead of five.
+// ACCUMULATE: key tiles also add up dQ, by atomics and in dq itself, which bwd_delta.cuh has
+// cleared. Without it query tiles make dQ: nothing needs atomics and results repeat to the bit,
+// but S and dP are computed twice, seven products instead of five.
 //
 // SPLIT warps share their rows, so that what they read and split of the columns serves two tiles
 // of rows: each multiplies its side of the head dims, sums up its share of S and dP through shared
@@ -44,13 +43,15 @@ struct WideGradTile {
   static_assert(WARPS % SPLIT == 0 && WARPS / SPLIT < 16, "one named barrier per SPLIT warps");
   static_assert(kWorkRows % COLUMNS == 0, "work arrays hold whole blocks of columns");
   static_assert(STAGES > 0 || !kHalves, "plain arithmetic needs all operands");
-  static_assert(!ACCUMULATE || (KEYS && is_same<T, float> && N_TILES % 2 == 0), "see add_dq");
+  static_assert(!ACCUMULATE || KEYS, "query tiles leave dQ as it is");
 
   static constexpr int kPiece = Piece<T>::kSize;
   static constexpr int kGrain = 8 * kPiece * SPLIT;  // sides have whole stretches
   static constexpr int D = (D_ + kGrain - 1) / kGrain * kGrain;
   static constexpr int DV = (DV_ + kGrain - 1) / kGrain * kGrain;
   static constexpr int kSideD = D / SPLIT, kSideDv = DV / SPLIT;
+  // Whether dQ is summed up over all teams before it is added, see add_dq.
+  static constexpr bool kTogether = ACCUMULATE && (D >= 8 * kPiece * WARPS || is_same<T, double>);
 
   static constexpr int kUnits = sizeof(T) / 2;  // SmemTile counts 16-bit elements
   using RowD = SmemTile<ROWS, D * kUnits>;
@@ -194,65 +195,72 @@ template <class Tile> CUFA2_DEVICE bool has_nonfinite(u32 keys) {
   return found;
 }
 
-// Adds this warp's part of dQ, the products of dS with its side of its team's keys, to the rows of
-// dq from query `column` on, 128 or 256 bytes of each at a time. What is not finite in K enters no
-// product that it could leak from; dS that is not finite is computed anew by plain arithmetic.
+// Adds to the rows of dq from query `column` on what the keys from `row` on give. What is not
+// finite in K enters no product that it could leak from; dS that is not finite is computed anew by
+// plain arithmetic.
+//
+// Where D gives every warp columns the keys of all teams are summed up, and all warps share the
+// columns: atomics are slow, those of float64 above all. Elsewhere each team adds what its keys
+// give, and its sides share the columns.
 template <class Tile, class Score, class Frame>
 CUFA2_DEVICE void add_dq(const BwdParams& p, const Frame& frame, u32 memory, u32 stage, int head,
                          int row, int column, bool bad_grads) {
   using T = typename Tile::T;
   using Smem = typename Tile::RowD;
+  constexpr bool kTogether = Tile::kTogether;
   constexpr int kPiece = Tile::kPiece, kStretch = 8 * kPiece;
-  constexpr int M_TILES = Tile::N_TILES / 2, KEYS = 16 * Tile::M_TILES;
+  constexpr int M_TILES = (Tile::N_TILES + 1) / 2;
+  constexpr int KEYS = kTogether ? Tile::ROWS : 16 * Tile::M_TILES;
+  constexpr int kSharing = kTogether ? Tile::WARPS : Tile::SPLIT;
   // Few rows leave registers for more columns, which then share what is read of dS.
-  constexpr int kStretches = M_TILES == 1 && Tile::kSideD % (2 * kStretch) == 0 ? 2 : 1;
+  constexpr int kStretches = M_TILES == 1 && Tile::D % (2 * kStretch * kSharing) == 0 ? 2 : 1;
+  constexpr int kColumns = kStretches * kStretch;
 #pragma unroll 1
-  for (int part = 0; part < Tile::kSideD / (kStretches * kStretch); ++part) {
+  for (int part = 0; part < Tile::D / kColumns; part += kSharing) {
     const int thread = thread_index(), lane = thread % 32;
     // Its first column of D.
-    const int first = Tile::side(thread) * Tile::kSideD + part * kStretches * kStretch;
-    const Weights<Tile> weights(memory, thread);
-    const u32 keys = memory + Tile::team_row(thread) * Smem::kRowBytes + first * sizeof(T);
+    const int first = kTogether ? (part + thread / 32) * kColumns
+                                : Tile::side(thread) * Tile::kSideD + part / kSharing * kColumns;
+    if (kTogether && Tile::D % (kSharing * kColumns) != 0 && first >= Tile::D) break;
+    const Weights<Tile> weights(memory, kTogether ? lane : thread);
+    const int team_row = kTogether ? 0 : Tile::team_row(thread);
+    const u32 keys = memory + team_row * Smem::kRowBytes + first * sizeof(T);
     const auto k_rows = PairReader<T, Smem>::at(keys, lane);
     const int columns = kStretches == 1 ? kStretch : p.head_dim - first;
     auto load_grad = [&](T (&x)[4], int n, int kk) { weights.load_grad_transposed(x, n, kk); };
     WideAccumulator<T, M_TILES, kPiece * kStretches> dq;
     dq.clear();
     if (!(Tile::kHalves && bad_grads) && !frame.bad_keys) {
-      multiply_columns<Tile::kTf32, false, false, KEYS, kStretches>(dq, 0, load_grad, k_rows,
-                                                                    columns);
+      multiply_columns<Tile::kTf32, false, kTogether, KEYS, kStretches>(dq, 0, load_grad, k_rows,
+                                                                        columns);
     } else {
       auto load = [&](T (&x)[4], int n, int kk) {
-        if (Tile::kHalves && bad_grads) {
-          plain_grads<Tile, Score>(x, p, frame, memory, stage, row, column, n, kk);
-        } else {
-          load_grad(x, n, kk);
+        if constexpr (Tile::kHalves) {
+          if (bad_grads) {
+            plain_grads<Tile, Score>(x, p, frame, memory, stage, team_row, row, column, n, kk);
+            return;
+          }
         }
+        load_grad(x, n, kk);
       };
-      multiply_columns<Tile::kTf32, true, true, KEYS, kStretches>(dq, 0, load, k_rows,
-                                                                  columns);
+      multiply_columns<Tile::kTf32, true, true, KEYS, kStretches>(dq, 0, load, k_rows, columns);
       add_nonfinite<Smem, KEYS, kStretches>(dq, 0, keys, [&](int r, int k) {
         const RowRange range = frame.kept(row + k);
         const int i = column + dq.row(lane, r);
         return i >= range.begin && i < range.end;
       });
     }
-    const int i = column + lane / 4, at = first + lane % 4 * 2 * kPiece;
+    const int i = column + lane / 4;
     T* out = static_cast<T*>(p.dq) + frame.work.batch * p.dq_stride.batch +
-             head * p.dq_stride.head + i * p.dq_stride.row + at;
+             head * p.dq_stride.head + i * p.dq_stride.row + first;
 #pragma unroll
     for (int r = 0; r < Tile::N_TILES; ++r) {
+      const bool real = i + 8 * r < frame.len.q;
 #pragma unroll
-      for (int c = 0; c < 2 * kStretches; ++c) {
-        const int column_of_lane = c / 2 * kStretch + c % 2 * kPiece;
-        T piece[kPiece];
-#pragma unroll
-        for (int j = 0; j < kPiece; ++j) {
-          piece[j] = dq.at[r >> 1][c / 2 * kPiece + j][2 * (r & 1) + c % 2] * p.scale;
-        }
-        if (i + 8 * r < frame.len.q && at + column_of_lane < p.head_dim) {
-          reduce_add_4(out + column_of_lane, piece);
-        }
+      for (int stretch = 0; stretch < kStretches; ++stretch) {
+        const int left = p.head_dim - first - stretch * kStretch;
+        add_row<T>(out + stretch * kStretch, dq.at[r >> 1], stretch * kPiece, r & 1,
+                   real ? left : 0);
       }
       out += 8 * p.dq_stride.row;
     }
@@ -332,9 +340,11 @@ CUFA2_DEVICE bool differentiate(const BwdParams& p, Frame& frame, u32 memory, in
       auto load_grad = [&](T (&x)[4], int m, int kk) { weights.load_grad(x, m, kk); };
       add_product<Tile, SAFE, typename Tile::ColumnD>(grad, frame, load_grad, stage, p.head_dim,
                                                       warp_row(), column);
-      if constexpr (Tile::ACCUMULATE && !SAFE) {
+      if constexpr (Tile::ACCUMULATE && !Tile::kTogether && !SAFE) {
         add_dq<Tile, Score>(p, frame, memory, stage, at.head, warp_row(), column, bad_grads);
       }
+    } else if (Tile::kTogether && !SAFE) {
+      Weights<Tile>(memory, thread_index()).clear_grad();
     }
     if constexpr (KEYS) {
       take_turns(true);
@@ -346,25 +356,39 @@ CUFA2_DEVICE bool differentiate(const BwdParams& p, Frame& frame, u32 memory, in
                                                          warp_row(), column);
       }
     }
+    const int head = at.head;
     at = frame.next(at);
-    if (Tile::STAGES < 2) {
+    auto load_next = [&] {
+      if (Tile::STAGES < 2 && frame.within(p, at)) {
+        load_stage<Tile>(p, frame, memory + Tile::kStages, at);
+      }
+    };
+    if constexpr (Tile::kTogether && !SAFE) {
+      bad_grads = block_any(bad_grads);  // dS is visible to all, all are done with the stage
+      if (!bad_grads) load_next();
+      add_dq<Tile, Score>(p, frame, memory, stage, head, frame.row_begin() + first, column,
+                          bad_grads);
+      if (bad_grads) {
+        block_sync();
+        load_next();
+      }
+    } else if (Tile::STAGES < 2) {
       block_sync();
-      if (frame.within(p, at)) load_stage<Tile>(p, frame, memory + Tile::kStages, at);
+      load_next();
     }
   }
   const int row = warp_row(), side = Tile::side(thread_index());
-  const T scale = is_same<T, float> ? T(p.scale) : T(p.exact_scale);
   const Strides& stride = KEYS ? p.dk_stride : p.dq_stride;
   T* out = static_cast<T*>(KEYS ? p.dk : p.dq) + frame.work.batch * stride.batch +
            frame.row_head() * stride.head + row * stride.row + side * Tile::kSideD;
   const int rows = (KEYS ? p.seqlen_k : p.seqlen_q) - row, real = frame.rows() - row;
-  store_columns(grad, out, stride.row, rows, real, p.head_dim - side * Tile::kSideD, scale);
+  store_columns(grad, out, stride.row, rows, real, p.head_dim - side * Tile::kSideD);
   if constexpr (KEYS) {
     T* out_v = static_cast<T*>(p.dv) + frame.work.batch * p.dv_stride.batch +
                frame.row_head() * p.dv_stride.head + row * p.dv_stride.row +
                side * Tile::kSideDv;
     store_columns(grad_v, out_v, p.dv_stride.row, rows, real,
-                  p.head_dim_v - side * Tile::kSideDv, T(1));
+                  p.head_dim_v - side * Tile::kSideDv);
   }
   return grad.has_nan() || grad_v.has_nan();
 }

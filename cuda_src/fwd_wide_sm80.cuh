@@ -111,7 +111,7 @@ CUFA2_DEVICE void store_output(const FwdParams& p, const Work& work, int seqlen_
         const int stretch = n / kPiece % Tile::kStretchesDv;
         const int column = n / kPiece / Tile::kStretchesDv * Tile::kPartDv +
                            side * Tile::kSideDv + stretch * Tile::kStretch +
-                           (lane % 4 * 2 + c) * kPiece;
+                           pair_chunk<T>(lane % 4, c) * kPiece;
         if (column >= p.head_dim_v) continue;
         Piece<T> piece;
 #pragma unroll

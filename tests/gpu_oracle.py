@@ -32,7 +32,7 @@ from cufa2 import (
     plan,
 )
 from cufa2.kernels import KERNELS, MASKS, SCORES, Kernel, Variant
-from cufa2.testing import assert_accurate, assert_lse, gradient_noise, numpy_dtype
+from cufa2.testing import EPS, assert_accurate, assert_lse, gradient_noise, numpy_dtype
 from cufa2.tiles import Tile
 
 DTYPES = ("float16", "bfloat16")
@@ -715,6 +715,7 @@ class Gradients(NamedTuple):
     dead: Any  # (B, Sq, H): rows that see no key
     unseen: Any  # (B, Sk, Hk): keys that no row sees
     noise: float  # of dq and dk, see `gradient_noise`
+    weight_noise: float  # of dv, which sums up P = exp(s - lse)
     crowded: Any  # (B,): how many times as much in dk, where many rows see few keys
     vanishing: tuple[float, float, float]  # how many times as much where a gradient is 0
 
@@ -742,7 +743,18 @@ def expected_gradients(do: Any, q: Any, k: Any, v: Any, **options: Any) -> Gradi
     )
     group = q.shape[2] // max(k.shape[2], 1)
     crowded = np.sqrt(np.maximum(1, group * real_q / np.maximum(real_k, 1)))
-    return Gradients((dq, dk, dv), plain, dead, unseen, noise, crowded, vanishing)
+    largest = np.nan_to_num(np.abs(dv), posinf=0).max(initial=0)
+    weight_noise = exponent_noise(query, key, scale) * float(largest)
+    return Gradients((dq, dk, dv), plain, dead, unseen, noise, weight_noise, crowded, vanishing)
+
+
+def exponent_noise(q: Any, k: Any, scale: float | None) -> float:
+    """What rounding leaves of s - lse where a row sees one key: plain code, which divides by the
+    sum, gets P = 1 exactly. Half a unit of the largest that |s| can be, of 64 at the most."""
+    eps = EPS["float64" if q.dtype == np.float64 else "float32"]
+    longest = [np.linalg.norm(x.astype(np.float64), axis=-1).max(initial=0) for x in (q, k)]
+    scale = 1 / math.sqrt(q.shape[3]) if scale is None else abs(scale)
+    return float(eps / 2 * min(64.0, scale * longest[0] * longest[1]))
 
 
 def assert_gradients(grads: Any, expected: Gradients, name: str) -> None:
@@ -762,7 +774,7 @@ def assert_gradients(grads: Any, expected: Gradients, name: str) -> None:
         strict=True,
     ):
         x = grad if isinstance(grad, np.ndarray) else host(grad)
-        noise = 0.0 if which == "dv" else expected.noise
+        noise = expected.weight_noise if which == "dv" else expected.noise
         if np.nan_to_num(np.abs(exact), posinf=0).max(initial=0) < 2**10 * noise:
             assert_accurate(x, exact, plain, f"{name}: {which}", times * noise)
         else:

@@ -291,9 +291,8 @@ def test_tiles_of_other_cards(cp: Any, monkeypatch: pytest.MonkeyPatch, row: Any
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_two_hundred_seeds(cp: Any, dtype: str) -> None:
-    """The default, whose sums come in any order, keeps the rule every time. Of float64, whose
-    order is always the same, a quarter of them."""
-    for seed in range(50 if dtype == "float64" else 200):
+    """The default, whose sums come in any order, keeps the rule every time."""
+    for seed in range(200):
         do, q, k, v = problem(1, 150, 190, 4, 2, 64, 64, dtype, seed)
         grads = backward(do, q, k, v, causal=True, wipe=seed < 5)
         check_backward(do, q, k, v, grads, f"seed {seed}", causal=True)

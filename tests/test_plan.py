@@ -116,8 +116,8 @@ def test_every_legal_problem_has_a_plan(p: Problem, info: DeviceInfo) -> None:
     shared = {v.head_dim for v in chosen.variants if v.kernel.stage != "dq" or not computes(v)}
     assert len(shared) == 1
     # dq is added up by atomics, of 16-bit inputs in a buffer that is then converted; or, to repeat
-    # to the bit and of float64 always, computed by a kernel of its own.
-    adds = p.direction == "backward" and not p.deterministic and p.dtype != "float64"
+    # to the bit, computed by a kernel of its own.
+    adds = p.direction == "backward" and not p.deterministic
     assert chosen.variant.adds_dq == adds
     assert chosen.variant.completes_dq == (adds and ITEMSIZES[p.dtype] > 2)
     if p.direction == "backward":

@@ -90,16 +90,27 @@ template <class Tile> struct Weights {
     load_two<T>(x[0], x[1], grad(m, n));
     load_two<T>(x[2], x[3], grad(m, n) + kHalf);
   }
-  // dS seen from the columns: an operand with columns 16 n.. as rows, rows 8 kk.. as columns.
+  // dS seen from the columns: an operand with columns 16 n.. as rows, rows 8 kk.. as columns; kk
+  // counts on into the teams after this one. Columns past the last are 0.
   CUFA2_DEVICE void load_grad_transposed(T (&x)[4], int n, int kk) const {
     const int row = lane % 4 * 2, column = lane / 4;
     const u32 first = element(row, column), second = element(row + 1, column);
+    const int m = kk / 2 % Tile::M_TILES, further = kk / 2 / Tile::M_TILES;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const u32 at = team + (2 * n + h) % Tile::SPLIT * Tile::kScoreBytes +
-                     tile(kk / 2, 2 * n + h) + kk % 2 * kHalf;
+      x[2 * h] = x[2 * h + 1] = T(0);
+      if (2 * n + h >= Tile::N_TILES) continue;
+      const u32 at = team +
+                     (further * Tile::SPLIT + (2 * n + h) % Tile::SPLIT) * Tile::kScoreBytes +
+                     tile(m, 2 * n + h) + kk % 2 * kHalf;
       x[2 * h] = load_element<T>(at + first);
       x[2 * h + 1] = load_element<T>(at + second);
+    }
+  }
+  // Sets dS of the team to 0, every side its share.
+  CUFA2_DEVICE void clear_grad() const {
+    for (u32 at = 0; at < Tile::kScoreBytes; at += 512) {
+      store_shared_16(own(side) + at, {{0u, 0u, 0u, 0u}});
     }
   }
   CUFA2_DEVICE void load_weight(T (&x)[4], int m, int n) const {
@@ -111,15 +122,16 @@ template <class Tile> struct Weights {
 template <class Tile, class Score> struct PairGrad {
   using T = typename Tile::T;
   WideScore<Score, T> score;
-  T scale;
+  T scale, outer;  // what S is multiplied by in the exponent, and dS
   // Natural exponents: scale_log2 and lse / ln 2 would add roundings that a plain loop has not.
   CUFA2_DEVICE explicit PairGrad(const BwdParams& p)
       : score(p),
-        scale(T(Score::kIdentity ? p.exact_scale : p.exact_scale_log2 * 0.69314718055994531)) {}
+        scale(T(Score::kIdentity ? p.exact_scale : p.exact_scale_log2 * 0.69314718055994531)),
+        outer(T(p.exact_scale)) {}
   CUFA2_DEVICE void operator()(T& s, T& dp, T lse, T delta) const {
     constexpr T kLog2 = 1.4426950408889634;
     const T logit = score.score(s), weight = power_of_2(fma(logit, scale, -lse) * kLog2);
-    T grad = weight * (dp - delta);
+    T grad = weight * (dp - delta) * outer;
     if constexpr (!Score::kIdentity) grad *= score.grad(logit);
     s = weight;
     dp = grad;
@@ -142,13 +154,14 @@ CUFA2_DEVICE typename Tile::T plain_dp(const BwdParams& p, u32 memory, u32 stage
 }
 
 // dS of a key tile by plain arithmetic, laid out as load_grad_transposed gives it. `row` and
-// `column` are the positions of the warp's first key and the block's first query.
+// `column` are the positions of the first key, row `team_row` of the tile, and the first query.
 template <class Tile, class Score, class Frame>
 CUFA2_DEVICE void plain_grads(typename Tile::T (&x)[4], const BwdParams& p, const Frame& frame,
-                              u32 memory, u32 stage, int row, int column, int n, int kk) {
+                              u32 memory, u32 stage, int team_row, int row, int column, int n,
+                              int kk) {
   using T = typename Tile::T;
   const PairGrad<Tile, Score> pair(p);
-  const int thread = thread_index(), lane = thread % 32;
+  const int lane = thread_index() % 32;
 #pragma unroll 1
   for (int e = 0; e < 4; ++e) {
     const int i = 8 * kk + lane % 4 * 2 + e % 2, j = 16 * n + 8 * (e / 2) + lane / 4;
@@ -156,8 +169,8 @@ CUFA2_DEVICE void plain_grads(typename Tile::T (&x)[4], const BwdParams& p, cons
     T grad = T(0);
     if (column + j >= range.begin && column + j < range.end) {
       const u32 facts = stage + Tile::kColumnFacts + j * sizeof(T);
-      T s = plain_score<Tile>(p, memory, stage, Tile::team_row(thread) + i, j);
-      grad = plain_dp<Tile>(p, memory, stage, Tile::team_row(thread) + i, j);
+      T s = plain_score<Tile>(p, memory, stage, team_row + i, j);
+      grad = plain_dp<Tile>(p, memory, stage, team_row + i, j);
       pair(s, grad, load_element<T>(facts), load_element<T>(facts + Tile::kFactBytes / 2));
     }
 #pragma unroll

@@ -89,14 +89,23 @@ CUFA2_DEVICE void store_global_16(void* global, const Chunk& c) {
                : "memory");
 }
 
-// *p += x in L2, elementwise, in no defined order; p is a multiple of 16.
-CUFA2_DEVICE void reduce_add_4(float* p, const float (&x)[4]) {
+// *p += x in L2, in no defined order; nothing if !valid.
+CUFA2_DEVICE void reduce_add(double* p, double x, bool valid) {
+  asm volatile("{\n\t.reg .pred %%valid;\n\tsetp.ne.b32 %%valid, %2, 0;\n\t"
+               "@%%valid red.relaxed.gpu.global.add.f64 [%0], %1;\n\t}"
+               :: "l"(p), "d"(x), "r"(static_cast<int>(valid)) : "memory");
+}
+
+// The same of four elements; p is a multiple of 16.
+CUFA2_DEVICE void reduce_add_4(float* p, const float (&x)[4], bool valid = true) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
-               :: "l"(p), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
+  asm volatile("{\n\t.reg .pred %%valid;\n\tsetp.ne.b32 %%valid, %5, 0;\n\t"
+               "@%%valid red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n\t}"
+               :: "l"(p), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]),
+                  "r"(static_cast<int>(valid)) : "memory");
 #else
 #pragma unroll
-  for (int e = 0; e < 4; ++e) {
+  for (int e = 0; e < 4 && valid; ++e) {
     asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" :: "l"(p + e), "f"(x[e]) : "memory");
   }
 #endif

@@ -98,6 +98,11 @@ CUFA2_DEVICE void mma_m16n8k8(double (&d)[4], const double (&a)[4], const double
 #endif
 }
 
+CUFA2_DEVICE void mma_m16n8k8_new(double (&d)[4], const double (&a)[4], const double (&b)[2]) {
+  d[0] = d[1] = d[2] = d[3] = 0;
+  mma_m16n8k8(d, a, b);
+}
+
 // acc += sum of a[i] b[i]; FRESH: as a sum of its own, added by a rounding addition. Of halves all
 // small products come first, so that few cuts are those of a large sum.
 template <bool FRESH, int STEPS, class T, class A, class B>

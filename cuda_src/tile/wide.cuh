@@ -6,13 +6,14 @@
 //   Q and K, [n][k], float32: ldmatrix; a chunk of each of eight rows, all in different places.
 //   Q and K, [n][k], float64: lane (g, t) takes chunk 2t + kk % 2 of row g. Chunks of an even row
 //     keep their parity, those of the odd row beside it change it: all in different places.
-//   V, [k][n]: lane (g, t) takes chunk g of rows 2t and 2t + 1. For even g, g ^ 2t runs over the
-//     even chunks, for odd g over the odd ones; the same for row 2t + 1.
+//   V, [k][n]: lane (g, t) takes one chunk of rows 2t and 2t + 1 (pair_chunk). Of two neighbouring
+//     g one takes an even chunk, which mixed with 2t runs over all even ones, the other an odd
+//     one, which runs over the odd ones; the same for row 2t + 1.
 // So no access has a bank conflict. Which k takes which slot of a product is free where A and B
 // agree, and so is the order of the columns of O: the two float64 of a chunk are slots t and t + 4
 // of Q and K; P leaves its accumulator as an A operand without a shuffle, slots t and t + 4 being
-// keys 2t and 2t + 1; and column g of tile j of V is element j of chunk g, so that a lane of O
-// holds the whole chunks 2t and 2t + 1 and stores them as they are.
+// keys 2t and 2t + 1; and column g of tile j of V is element j of the chunk that lane (g, t)
+// takes, so that a lane of O holds two whole chunks and stores them as they are.
 #pragma once
 #include "../prim/barrier.cuh"
 #include "../prim/wide.cuh"
@@ -123,19 +124,42 @@ template <class Smem> struct RowReader<float, Smem> {
   }
 };
 
+// The chunk of a stretch of V that is column 2t + c of a product, and of O chunk c of lane (g, t).
+// Of float two neighbouring lanes hold 32 bytes, a sector of global memory; of double one lane.
+template <class T> CUFA2_DEVICE int pair_chunk(int t, int c) {
+  if constexpr (is_same<T, double>) return 2 * t + c;
+  return (t % 2 + t / 2 * 4) ^ 3 * c;
+}
+
 // Reads V, [k][n]: the lane's chunk of a stretch in rows row + 2t and row + 2t + 1.
 template <class T, class Smem> struct PairReader {
   u32 first, second;
 
   static CUFA2_DEVICE PairReader at(u32 tile, int lane) {
-    const int g = lane / 4, t = lane % 4;
-    return {tile + Smem::offset(2 * t, g), tile + Smem::offset(2 * t + 1, g)};
+    const int g = lane / 4, t = lane % 4, chunk = pair_chunk<T>(g / 2, g % 2);
+    return {tile + Smem::offset(2 * t, chunk), tile + Smem::offset(2 * t + 1, chunk)};
   }
   CUFA2_DEVICE void load(Piece<T> (&rows)[2], int row, int stretch) const {
     rows[0] = load_piece<T>(first + row * Smem::kRowBytes + stretch * 128);
     rows[1] = load_piece<T>(second + row * Smem::kRowBytes + stretch * 128);
   }
 };
+
+// Transposes what the four lanes of a quad hold: lane t's x[i] becomes lane i's x[t].
+template <class T> CUFA2_DEVICE void quad_transpose(T (&x)[4]) {
+  const int lane = thread_index() % 32;
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2) {
+    const bool upper = lane & step;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & step) continue;
+      const T theirs = __shfl_xor_sync(kFullWarp, upper ? x[i] : x[i + step], step);
+      x[i] = upper ? theirs : x[i];
+      x[i + step] = upper ? x[i + step] : theirs;
+    }
+  }
+}
 
 // A lane's elements of a 16 x 8 tile in shared memory: 16 bytes of each lane in turn, so that it
 // finds its own without a conflict. `own` is where its first 16 bytes are.

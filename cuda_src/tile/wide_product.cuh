@@ -6,7 +6,8 @@
 // would drift. Sums of float32 start afresh with every 16 terms, the small products first, so that
 // only two products meet a large sum, and are added to the rest by an ordinary addition: errors
 // stay at those of a plain float32 loop or below (with 32 terms they would be up to half as large
-// again).
+// again). Sums of float64 over rows start afresh for the length's sake: one chain of thousands of
+// additions would round ten times as far off as the blocked sums of a matrix library.
 #pragma once
 #include "../prim/wide_mma.cuh"
 #include "wide.cuh"
@@ -57,7 +58,9 @@ template <bool TF32, bool SAFE, bool ROLLED, int K, int STRETCHES, class T, int 
 CUFA2_DEVICE void multiply_columns(WideAccumulator<T, M_TILES, N_TILES>& d, int first,
                                    const LoadA& load_a, const B& b_rows, int columns) {
   constexpr int kPiece = Piece<T>::kSize, kStretch = 8 * kPiece;
-  constexpr int kSteps = is_same<T, float> && K % 16 == 0 ? 2 : 1;  // of 8 rows in a fresh sum
+  // Steps of 8 rows in a fresh sum.
+  constexpr int kMost = is_same<T, float> || ROLLED ? 2 : 4;
+  constexpr int kSteps = K % (8 * kMost) == 0 ? kMost : K % 16 == 0 ? 2 : 1;
   constexpr int kTurns = K / (8 * kSteps);
 #pragma unroll (ROLLED ? 1 : kTurns)
   for (int turn = 0; turn < kTurns; ++turn) {
@@ -73,7 +76,7 @@ CUFA2_DEVICE void multiply_columns(WideAccumulator<T, M_TILES, N_TILES>& d, int 
       }
 #pragma unroll
     for (int stretch = 0; stretch < STRETCHES; ++stretch) {
-      if (is_same<T, float> && stretch * kStretch >= columns) break;
+      if (stretch * kStretch >= columns) break;
       Piece<T> rows[kSteps][2];
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) b_rows.load(rows[i], 8 * (turn * kSteps + i), stretch);
@@ -90,7 +93,7 @@ CUFA2_DEVICE void multiply_columns(WideAccumulator<T, M_TILES, N_TILES>& d, int 
           }
 #pragma unroll
         for (int m = 0; m < M_TILES; ++m) {
-          accumulate<is_same<T, float>>(d.at[m][first + kPiece * stretch + j], a[m], b);
+          accumulate<true>(d.at[m][first + kPiece * stretch + j], a[m], b);
         }
       }
     }
@@ -111,7 +114,7 @@ CUFA2_DEVICE void add_nonfinite(WideAccumulator<T, M_TILES, N_TILES>& d, int fir
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const Piece<T> piece = load_piece<T>(tile + 128 * stretch +
-                                             Smem::offset(k, 2 * (lane % 4) + c));
+                                             Smem::offset(k, pair_chunk<T>(lane % 4, c)));
 #pragma unroll
         for (int i = 0; i < kPiece; ++i) {
           if (is_finite(piece.at[i])) continue;
@@ -139,12 +142,41 @@ CUFA2_DEVICE T plain_product(u32 a_tile, int i, u32 b_tile, int j, int columns, 
   return sum;
 }
 
-// Writes the real `columns` columns of scale * D to a tensor whose element (row 0 of the warp,
-// column 0 of D) is at `out`. Rows at or past `rows` are left alone, those from `real` on get
+// Adds the real `columns` columns of a stretch of D to a row at `out` (its first column),
+// in no defined order: of the D tiles from `first` on the lane's row `h`.
+template <class T, int N_TILES>
+CUFA2_DEVICE void add_row(T* out, const T (&d)[N_TILES][4], int first, int h, int columns) {
+  constexpr int kPiece = Piece<T>::kSize;
+  const int t = thread_index() % 4;
+  if constexpr (is_same<T, float>) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const int column = pair_chunk<T>(t, c) * kPiece;
+      T piece[kPiece];
+#pragma unroll
+      for (int j = 0; j < kPiece; ++j) piece[j] = d[first + j][2 * h + c];
+      reduce_add_4(out + column, piece, column < columns);
+    }
+  } else {
+    // A lane has four columns side by side. L2 takes a sector, all four, no faster for one of
+    // them: each instruction adds whole sectors.
+    T x[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) x[e] = d[first + e % 2][2 * h + e / 2];
+    quad_transpose(x);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      reduce_add(out + 4 * e + t, x[e], 4 * e + t < columns);
+    }
+  }
+}
+
+// Writes the real `columns` columns of D to a tensor whose element (row 0 of the warp, column 0 of
+// D) is at `out`. Rows at or past `rows` are left alone, those from `real` on get
 // zeros.
 template <class T, int M_TILES, int N_TILES>
 CUFA2_DEVICE void store_columns(const WideAccumulator<T, M_TILES, N_TILES>& d, T* out,
-                                i64 row_stride, int rows, int real, int columns, T scale) {
+                                i64 row_stride, int rows, int real, int columns) {
   constexpr int kPiece = Piece<T>::kSize;
   const int lane = thread_index() % 32;
 #pragma unroll
@@ -155,13 +187,13 @@ CUFA2_DEVICE void store_columns(const WideAccumulator<T, M_TILES, N_TILES>& d, T
     for (int n = 0; n < N_TILES; n += kPiece)
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        const int column = 8 * n + (lane % 4 * 2 + c) * kPiece;
+        const int column = 8 * n + pair_chunk<T>(lane % 4, c) * kPiece;
         if (column >= columns) continue;
         Piece<T> piece;
 #pragma unroll
         for (int j = 0; j < kPiece; ++j) {
-          // Adding 0 turns the -0 that a negative scale makes of an empty sum into 0.
-          piece.at[j] = i < real ? fma(d.at[r >> 1][n + j][2 * (r & 1) + c], scale, T(0)) : T(0);
+          // Adding 0 turns the -0 of an empty sum of negative zeros into 0.
+          piece.at[j] = i < real ? d.at[r >> 1][n + j][2 * (r & 1) + c] + T(0) : T(0);
         }
         *reinterpret_cast<Piece<T>*>(out + i * row_stride + column) = piece;
       }
