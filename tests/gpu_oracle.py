@@ -752,7 +752,7 @@ def exponent_noise(q: Any, k: Any, scale: float | None) -> float:
     """What rounding leaves of s - lse where a row sees one key: plain code, which divides by the
     sum, gets P = 1 exactly. Half a unit of the largest that |s| can be, of 64 at the most."""
     eps = EPS["float64" if q.dtype == np.float64 else "float32"]
-    longest = [np.linalg.norm(x.astype(np.float64), axis=-1).max(initial=0) for x in (q, k)]
+    longest = [np.linalg.norm(x.astype(np.longdouble), axis=-1).max(initial=0) for x in (q, k)]
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else abs(scale)
     return float(eps / 2 * min(64.0, scale * longest[0] * longest[1]))
 
