@@ -2,7 +2,7 @@
 # Small forward and backward problems on every kernel and tile under NVIDIA's compute-sanitizer.
 #
 # usage: bash scripts/sanitize.sh [memcheck|racecheck|initcheck|synccheck ...] [-- arguments of
-#        scripts/sanitize_cases.py, such as --direction backward]
+#        scripts/sanitize_cases.py, such as --direction backward or --kernel '*wide*']
 # Default: memcheck. racecheck slows kernels so much that it is given fewer problems and head dims.
 # Uses $PYTHON (default python3) as it is; compute-sanitizer comes with the CUDA toolkit and is
 # looked for on the path and under $CUDA_HOME (default /usr/local/cuda).

@@ -10,6 +10,7 @@ the kernel cache and shows a wrong result without the sanitizer's slowness.
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import functools
 import itertools
 import sys
@@ -500,6 +501,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="sanitize_cases.py", description=__doc__)
     parser.add_argument("--jobs", type=int, default=1, help="processes (default 1: this one)")
     parser.add_argument("--direction", choices=("forward", "backward"), help="only this pass")
+    parser.add_argument("--kernel", default="*", help="only kernels that this pattern matches")
     parser.add_argument("--head-dim", type=int, action="append", help="only this compiled size")
     parser.add_argument("--few", action="store_true", help="fewer, for the slowest tools")
     parser.add_argument(
@@ -514,6 +516,7 @@ def main() -> int:
         (n, t)
         for n, t in ((n, targets(info)[n]) for n in needed(info, args.few))
         if t.row.direction == (args.direction or t.row.direction)
+        and fnmatch.fnmatchcase(t.row.name, args.kernel)
         and t.dim in (args.head_dim or [t.dim])
     ]
     failures = runs = 0
