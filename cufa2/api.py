@@ -144,7 +144,7 @@ def flash_attention_backward(
         dlse: gradient of lse, same shape and dtype as lse; default none.
         deterministic: bit-identical results from run to run (NumPy's always are). On a GPU the
             default adds dq up by atomics, whose order varies; deterministic calls compute it in a
-            pass of its own: 1.2 to 1.45 times the time and, of 16-bit inputs, less memory.
+            pass of its own: 1.2 to 1.5 times the time and, of 16-bit inputs, less memory.
 
     Returns:
         (dq, dk, dv), each with the shape and dtype of its input, in q's library. Padding rows

@@ -24,7 +24,7 @@ import host
 import numpy as np
 import report
 from peers import Call, Contestant, Inputs, cufa2_contestants, release, torch_peers
-from truth import check, truths
+from truth import check, plain_error, truths
 
 from cufa2 import device
 from cufa2.problem import DTYPES, PRECISIONS, Direction
@@ -128,7 +128,7 @@ class Bench:
             "head_dim": case.head_dim,
             "causal": bool(case.causal),
             "flops": case.flops(self.direction),
-            "error": {},
+            "error": {report.PLAIN: plain_error(expected)},
             "us": {},
             "spread": {},
         }

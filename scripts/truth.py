@@ -220,6 +220,12 @@ def multiplier() -> Any:
     return cupy
 
 
+def plain_error(expected: list[Truth]) -> float:
+    """Largest error of the unfused code on the host, where it is finite."""
+    errors = (np.abs(t.plain.astype(t.exact.dtype) - t.exact) for t in expected)
+    return max(float(x[np.isfinite(x)].max(initial=0)) for x in errors)
+
+
 def check(
     expected: list[Truth], who: Contestant, output: Any, strict: bool
 ) -> tuple[float, list[str]]:
