@@ -60,8 +60,7 @@ BWD_DQ: tuple[Tile, ...] = (
 BWD_WIDE: tuple[Tile, ...] = (
     WideGradTile(64, 32, 128, 4, 2, stages=1, max_cc=(9, 0), itemsize=4, least_smem=200 << 10),
     WideGradTile(64, 16, 128, 4, 1, itemsize=4),
-    WideGradTile(64, 32, 128, 8, 1, stages=1, itemsize=8, least_smem=200 << 10),
-    WideGradTile(64, 16, 128, 8, 1, itemsize=8),
+    WideGradTile(64, 32, 128, 8, 1, stages=1, itemsize=8),
     WideGradTile(64, 16, 64, 4, 1, itemsize=8),
     WideGradTile(64, 8, 64, 4, 1, itemsize=8),
     WideGradTile(128, 16, 64, 4, 2, split=2, itemsize=4, least_smem=200 << 10),
