@@ -23,7 +23,14 @@ from typing import Any
 import numpy as np
 from peers import to_torch, torch_call
 
-from cufa2 import FlashAttention2, device, flash_attention, flash_attention_backward, testing
+from cufa2 import (
+    FlashAttention2,
+    attention,
+    device,
+    flash_attention,
+    flash_attention_backward,
+    testing,
+)
 from cufa2.problem import DTYPES
 
 BATCHES, CALLS = 40, 50  # the launch queue holds about 1000 calls, so 50 never wait for the device
@@ -163,14 +170,22 @@ def peak_memory_backward(dtype: str, deterministic: bool) -> dict[str, float]:
     return peak(run, longest, rows * (2 * max(itemsize, 4) + sums))
 
 
+def give_back() -> None:
+    """Return to the driver what CuPy's pool keeps for reuse."""
+    cupy = device.cupy()
+    cupy.cuda.runtime.deviceSynchronize()
+    gc.collect()
+    cupy.get_default_memory_pool().free_all_blocks()
+
+
 def peak(run: Callable[[int], list[Any]], seqlen: int, work: int) -> dict[str, float]:
     """Bytes taken by run(seqlen) against those of the arrays that it returns and `work` more."""
     cupy = device.cupy()
     pool, runtime = cupy.get_default_memory_pool(), cupy.cuda.runtime
+    attention.launcher.cache_clear()
+    give_back()  # or small arrays would keep a large block, which the run then finds there
     run(256)  # loads the modules, with what local memory they need
-    runtime.deviceSynchronize()
-    gc.collect()
-    pool.free_all_blocks()
+    give_back()
     pool_before, free_before = pool.total_bytes(), runtime.memGetInfo()[0]
     arrays = run(seqlen)
     runtime.deviceSynchronize()
