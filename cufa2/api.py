@@ -156,7 +156,7 @@ def flash_attention_backward(
 
     Work memory on a GPU, in bytes, R being Sq rounded up to a multiple of 64: 8 B H R (float64:
     16 B H R), and for 16-bit inputs unless deterministic 4 B H R D more for the float32 sums of
-    dq; float32 adds them up in dq itself.
+    dq; float32 and float64 add them up in dq itself.
 
     Source: Dao, "FlashAttention-2" (2023), arXiv 2307.08691, section 3.2.
     """

@@ -715,9 +715,9 @@ class Gradients(NamedTuple):
     dead: Any  # (B, Sq, H): rows that see no key
     unseen: Any  # (B, Sk, Hk): keys that no row sees
     noise: float  # of dq and dk, see `gradient_noise`
-    weight_noise: float  # of dv, which sums up P = exp(s - lse)
+    weight_noise: Any  # (B,): of dv, see `exponent_noise`
     crowded: Any  # (B,): how many times as much in dk, where many rows see few keys
-    vanishing: tuple[float, float, float]  # how many times as much where a gradient is 0
+    vanishing: tuple[float, float]  # how many times as much where dq or dk is 0
 
 
 def expected_gradients(do: Any, q: Any, k: Any, v: Any, **options: Any) -> Gradients:
@@ -733,7 +733,7 @@ def expected_gradients(do: Any, q: Any, k: Any, v: Any, **options: Any) -> Gradi
     # its sums off once every 16 products, and dk adds up the noise of all rows.
     steps, rows = -(-v.shape[3] // 16), max(q.shape[1] * q.shape[2] // max(k.shape[2], 1), 1)
     dq, dk, dv = exact
-    vanishing = (steps, steps * math.sqrt(rows), 0.0)
+    vanishing = (steps, steps * math.sqrt(rows))
     # A key that rows see alone adds up the whole noise of each: sqrt(rows) times one row's, of
     # which there are rows / keys to a key.
     seqlens = (options.get(name) for name in ("seqlens_q", "seqlens_k"))
@@ -743,14 +743,15 @@ def expected_gradients(do: Any, q: Any, k: Any, v: Any, **options: Any) -> Gradi
     )
     group = q.shape[2] // max(k.shape[2], 1)
     crowded = np.sqrt(np.maximum(1, group * real_q / np.maximum(real_k, 1)))
-    largest = np.nan_to_num(np.abs(dv), posinf=0).max(initial=0)
-    weight_noise = exponent_noise(query, key, scale) * float(largest)
+    largest = np.nan_to_num(np.abs(dv), posinf=0).max(axis=(1, 2, 3), initial=0)
+    weight_noise = np.where(real_k == 1, exponent_noise(query, key, scale) * largest, 0)
     return Gradients((dq, dk, dv), plain, dead, unseen, noise, weight_noise, crowded, vanishing)
 
 
 def exponent_noise(q: Any, k: Any, scale: float | None) -> float:
-    """What rounding leaves of s - lse where a row sees one key: plain code, which divides by the
-    sum, gets P = 1 exactly. Half a unit of the largest that |s| can be, of 64 at the most."""
+    """What rounding leaves of s - lse, and so of P, where there is one key: plain code, which
+    divides by the sum, gets P = 1 exactly. Half a unit of the largest that |s| can be, of 64 at
+    the most."""
     eps = EPS["float64" if q.dtype == np.float64 else "float32"]
     longest = [np.linalg.norm(x.astype(np.longdouble), axis=-1).max(initial=0) for x in (q, k)]
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else abs(scale)
@@ -764,24 +765,27 @@ def assert_gradients(grads: Any, expected: Gradients, name: str) -> None:
     zeros.
     """
     dark = (expected.dead, expected.unseen, expected.unseen)
-    for which, grad, exact, plain, unlit, times in zip(
+    noise, vanishing = expected.noise, (*expected.vanishing, 0.0)
+    noises = (np.full(len(expected.crowded), noise), expected.crowded * noise)
+    for which, grad, exact, plain, unlit, entries, times in zip(
         ("dq", "dk", "dv"),
         grads,
         expected.exact,
         expected.plain,
         dark,
-        expected.vanishing,
+        (*noises, expected.weight_noise),
+        vanishing,
         strict=True,
     ):
+        assert not np.isnan(entries).any(), f"{name}: no bound for {which}"
         x = grad if isinstance(grad, np.ndarray) else host(grad)
-        noise = expected.weight_noise if which == "dv" else expected.noise
-        if np.nan_to_num(np.abs(exact), posinf=0).max(initial=0) < 2**10 * noise:
+        largest = np.nan_to_num(np.abs(exact), posinf=0).max(initial=0)
+        if times and largest < 2**10 * noise:
             assert_accurate(x, exact, plain, f"{name}: {which}", times * noise)
         else:
-            crowded = expected.crowded if which == "dk" else np.ones(len(x))
-            for factor in np.unique(crowded):
-                a, b, c = (y[crowded == factor] for y in (x, exact, plain))
-                assert_accurate(a, b, c, f"{name}: {which}", float(factor) * noise)
+            for level in np.unique(entries):
+                a, b, c = (y[entries == level] for y in (x, exact, plain))
+                assert_accurate(a, b, c, f"{name}: {which}", float(level))
         loose = int(np.count_nonzero(x[unlit].astype(np.float64)))
         assert loose == 0, f"{name}: {loose} values of {which} that nothing sees are not 0"
 

@@ -289,6 +289,17 @@ def test_tiles_of_other_cards(cp: Any, monkeypatch: pytest.MonkeyPatch, row: Any
                 check_backward(do, q, k, v, grads, f"{tile} {cell} {sq}x{sk} {lens}", **call)
 
 
+@pytest.mark.parametrize("deterministic", MODES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_key_with_large_logits(cp: Any, dtype: str, deterministic: bool) -> None:
+    """P is 1 and dv is do, but for what rounding leaves of s - lse."""
+    for seed in range(6):
+        do, q, k, v = problem(48, 1, 1, 1, 1, 128, 128, dtype, seed)
+        q, k = 2 * q, 2 * k
+        grads = backward(do, q, k, v, deterministic=deterministic)
+        check_backward(do, q, k, v, grads, f"seed {seed}")
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_two_hundred_seeds(cp: Any, dtype: str) -> None:
     """The default, whose sums come in any order, keeps the rule every time."""
