@@ -744,18 +744,24 @@ def expected_gradients(do: Any, q: Any, k: Any, v: Any, **options: Any) -> Gradi
     group = q.shape[2] // max(k.shape[2], 1)
     crowded = np.sqrt(np.maximum(1, group * real_q / np.maximum(real_k, 1)))
     largest = np.nan_to_num(np.abs(dv), posinf=0).max(axis=(1, 2, 3), initial=0)
-    weight_noise = np.where(real_k == 1, exponent_noise(query, key, scale) * largest, 0)
+    weight_noise = exponent_noise(query, key, scale, options.get("softcap", 0.0)) * largest
     return Gradients((dq, dk, dv), plain, dead, unseen, noise, weight_noise, crowded, vanishing)
 
 
-def exponent_noise(q: Any, k: Any, scale: float | None) -> float:
-    """What rounding leaves of s - lse, and so of P, where there is one key: plain code, which
-    divides by the sum, gets P = 1 exactly. Half a unit of the largest that |s| can be, of 64 at
-    the most."""
+def exponent_noise(q: Any, k: Any, scale: float | None, softcap: float) -> Any:
+    """(B,): what rounding leaves of s - lse, and so of P, relative to P.
+
+    Plain code divides by the sum instead, and where one key outweighs the others gets its P = 1
+    exactly, so that the error of plain code says nothing. Three roundings, of half a unit of the
+    largest that |s| can be: of s, of lse as it is given, and of lse times log2(e).
+    """
     eps = EPS["float64" if q.dtype == np.float64 else "float32"]
-    longest = [np.linalg.norm(x.astype(np.longdouble), axis=-1).max(initial=0) for x in (q, k)]
+    longest = [
+        np.linalg.norm(x.astype(np.longdouble), axis=-1).max((1, 2), initial=0) for x in (q, k)
+    ]
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else abs(scale)
-    return float(eps / 2 * min(64.0, scale * longest[0] * longest[1]))
+    largest = np.minimum(scale * longest[0] * longest[1], softcap if softcap > 0 else np.inf)
+    return (3 * eps / 2 * largest).astype(np.float64)
 
 
 def assert_gradients(grads: Any, expected: Gradients, name: str) -> None:

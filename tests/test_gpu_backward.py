@@ -290,11 +290,12 @@ def test_tiles_of_other_cards(cp: Any, monkeypatch: pytest.MonkeyPatch, row: Any
 
 
 @pytest.mark.parametrize("deterministic", MODES)
+@pytest.mark.parametrize("keys", [1, 2, 50])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_key_with_large_logits(cp: Any, dtype: str, deterministic: bool) -> None:
-    """P is 1 and dv is do, but for what rounding leaves of s - lse."""
+def test_large_logits(cp: Any, dtype: str, keys: int, deterministic: bool) -> None:
+    """One key outweighs the others: its P is 1, but for what rounding leaves of s - lse."""
     for seed in range(6):
-        do, q, k, v = problem(48, 1, 1, 1, 1, 128, 128, dtype, seed)
+        do, q, k, v = problem(48, 1, keys, 1, 1, 128, 128, dtype, seed)
         q, k = 2 * q, 2 * k
         grads = backward(do, q, k, v, deterministic=deterministic)
         check_backward(do, q, k, v, grads, f"seed {seed}")
