@@ -716,6 +716,7 @@ class Gradients(NamedTuple):
     unseen: Any  # (B, Sk, Hk): keys that no row sees
     noise: float  # of dq and dk, see `gradient_noise`
     weight_noise: Any  # (B,): of dv, see `exponent_noise`
+    output_noise: tuple[Any, Any]  # (B,) each: of dq and of dk, see `output_noise`
     crowded: Any  # (B,): how many times as much in dk, where many rows see few keys
     vanishing: tuple[float, float]  # how many times as much where dq or dk is 0
 
@@ -745,7 +746,11 @@ def expected_gradients(do: Any, q: Any, k: Any, v: Any, **options: Any) -> Gradi
     crowded = np.sqrt(np.maximum(1, group * real_q / np.maximum(real_k, 1)))
     largest = np.nan_to_num(np.abs(dv), posinf=0).max(axis=(1, 2, 3), initial=0)
     weight_noise = exponent_noise(query, key, scale, options.get("softcap", 0.0)) * largest
-    return Gradients((dq, dk, dv), plain, dead, unseen, noise, weight_noise, crowded, vanishing)
+    options.pop("dlse", None)
+    rounded = output_noise(grad_o, dense(q, k, v, **options)[0], query, key, scale)
+    return Gradients(
+        (dq, dk, dv), plain, dead, unseen, noise, weight_noise, rounded, crowded, vanishing
+    )
 
 
 def exponent_noise(q: Any, k: Any, scale: float | None, softcap: float) -> Any:
@@ -764,6 +769,21 @@ def exponent_noise(q: Any, k: Any, scale: float | None, softcap: float) -> Any:
     return (3 * eps / 2 * largest).astype(np.float64)
 
 
+def output_noise(do: Any, o: Any, q: Any, k: Any, scale: float | None) -> tuple[Any, Any]:
+    """(B,) each: what rounding o leaves of delta = rowsum(do * o), and so of dq and dk.
+
+    Autograd of unfused code sums up P dP instead, and never rounds o before. Half a unit of each
+    product, which differ in sign.
+    """
+    products = np.nan_to_num(do.astype(np.float64) * o, posinf=0, neginf=0)
+    deltas = np.linalg.norm(products, axis=-1).max((1, 2), initial=0)
+    scale = 1 / math.sqrt(q.shape[3]) if scale is None else abs(scale)
+    per_unit = EPS[q.dtype.name] / 2 * scale * deltas
+    largest = (np.abs(x.astype(np.float64)).max((1, 2, 3), initial=0) for x in (k, q))
+    of_k, of_q = (per_unit * x for x in largest)
+    return of_k, of_q
+
+
 def assert_gradients(grads: Any, expected: Gradients, name: str) -> None:
     """Raise AssertionError unless dq, dk and dv keep the accuracy rule of the contract.
 
@@ -772,14 +792,14 @@ def assert_gradients(grads: Any, expected: Gradients, name: str) -> None:
     """
     dark = (expected.dead, expected.unseen, expected.unseen)
     noise, vanishing = expected.noise, (*expected.vanishing, 0.0)
-    noises = (np.full(len(expected.crowded), noise), expected.crowded * noise)
+    of_dq, of_dk = (noise + x for x in expected.output_noise)
     for which, grad, exact, plain, unlit, entries, times in zip(
         ("dq", "dk", "dv"),
         grads,
         expected.exact,
         expected.plain,
         dark,
-        (*noises, expected.weight_noise),
+        (of_dq, expected.crowded * of_dk, expected.weight_noise),
         vanishing,
         strict=True,
     ):
