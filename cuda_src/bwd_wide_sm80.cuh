@@ -333,7 +333,7 @@ CUFA2_DEVICE bool differentiate(const BwdParams& p, Frame& frame, u32 memory, in
     if (seen) {
       multiply_scores<Tile, typename Tile::RowD, typename Tile::ColumnD>(
           memory, memory, stage, Weights<Tile>::kScores);
-      if (SPLIT > 1) group_sync(1 + Tile::team(thread_index()), 32 * SPLIT);
+      if (SPLIT > 1) sync_sides<Tile>();
       const bool masked = column < range.full_begin || column + COLUMNS > range.full_end;
       bad_grads = weigh<Tile, Score, SAFE>(p, frame, memory, stage, warp_row(), column, masked);
       const Weights<Tile> weights(memory, thread_index());
@@ -343,8 +343,10 @@ CUFA2_DEVICE bool differentiate(const BwdParams& p, Frame& frame, u32 memory, in
       if constexpr (Tile::ACCUMULATE && !Tile::kTogether && !SAFE) {
         add_dq<Tile, Score>(p, frame, memory, stage, at.head, warp_row(), column, bad_grads);
       }
-    } else if (Tile::kTogether && !SAFE) {
-      Weights<Tile>(memory, thread_index()).clear_grad();
+    } else {
+      if (SPLIT > 1) sync_sides<Tile>();  // see fwd_wide_sm80.cuh
+      if (Tile::kTogether && !SAFE) Weights<Tile>(memory, thread_index()).clear_grad();
+      if (SPLIT > 1) any_side<Tile>(false);
     }
     if constexpr (KEYS) {
       take_turns(true);

@@ -264,6 +264,8 @@ CUFA2_DEVICE bool attend(const FwdParams& p, const TileFrame& frame, u32 q_tile,
         if (masked) apply_mask<Tile>(s, frame.mask, warp_row(), key);
         s.at[0][0][0] += spoilt;
         softmax.step(s, o, is_same<T, float> ? T(p.scale_log2) : T(p.exact_scale_log2));
+      } else if (Tile::SPLIT > 1 && part == PARTS - 1) {
+        sync_sides<Tile>();  // for racecheck, which holds a barrier that warps skip for none
       }
       end_turn();
     }

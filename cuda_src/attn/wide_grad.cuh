@@ -261,7 +261,7 @@ CUFA2_DEVICE bool weigh(const BwdParams& p, const Frame& frame, u32 memory, u32 
   }
   // Lanes and sides read dS of others.
   const bool bad = spoilt != spoilt;
-  if constexpr (SPLIT > 1) return group_any(1 + Tile::team(thread), 32 * SPLIT, bad);
+  if constexpr (SPLIT > 1) return any_side<Tile>(bad);
   warp_sync();
   return warp_any(bad);
 }

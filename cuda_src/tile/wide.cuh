@@ -193,6 +193,15 @@ template <class Acc> CUFA2_DEVICE void store_scores(u32 own, const Acc& s) {
     for (int n = 0; n < Acc::N_TILES; ++n) store_tile(own + tile_offset<Acc>(m, n), s.at[m][n]);
 }
 
+// Barrier among the SPLIT warps of a team.
+template <class Tile> CUFA2_DEVICE void sync_sides() {
+  group_sync(1 + Tile::team(thread_index()), 32 * Tile::SPLIT);
+}
+// The same, and tells its threads whether any of them raised `flag`.
+template <class Tile> CUFA2_DEVICE bool any_side(bool flag) {
+  return group_any(1 + Tile::team(thread_index()), 32 * Tile::SPLIT, flag);
+}
+
 // Adds up the S of the SPLIT warps of a team, in the same order in each of them.
 template <class Tile> CUFA2_DEVICE void sum_sides(typename Tile::Scores& s, u32 memory) {
   using T = typename Tile::T;
@@ -201,7 +210,7 @@ template <class Tile> CUFA2_DEVICE void sum_sides(typename Tile::Scores& s, u32 
   const u32 team =
       memory + Tile::team(thread) * Tile::SPLIT * Tile::kScoreBytes + thread % 32 * 16;
   store_scores(team + Tile::side(thread) * Tile::kScoreBytes, s);
-  group_sync(1 + Tile::team(thread), 32 * Tile::SPLIT);
+  sync_sides<Tile>();
 #pragma unroll
   for (int m = 0; m < Scores::M_TILES; ++m)
 #pragma unroll
