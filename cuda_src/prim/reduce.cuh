@@ -1,6 +1,6 @@
 // Reductions over the four lanes that share a fragment row, warp votes, and base-2 exponentials.
 #pragma once
-#include "types.cuh"
+#include "convert.cuh"
 
 constexpr u32 kFullWarp = 0xffffffffu;
 
@@ -22,13 +22,6 @@ template <class T> CUFA2_DEVICE T eighth_sum(T x) {
 }
 
 CUFA2_DEVICE bool warp_any(bool flag) { return __any_sync(kFullWarp, flag) != 0; }
-
-// 2^x to 2 ulp; results below 2^-126 become 0; NaN stays NaN.
-CUFA2_DEVICE float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 // 2^x to one ulp for x < 1024, zero below 2^-1022; NaN stays NaN. What rounding x to an integer
 // leaves, |f| <= 1/2, goes through a polynomial of 2^f that is good to 2^-55. Unlike exp2() it has
@@ -52,10 +45,3 @@ CUFA2_DEVICE double power_of_2(double x) {
   return shifted < kShift - 1022 ? 0.0 : y * scale;
 }
 CUFA2_DEVICE float power_of_2(float x) { return exp2_approx(x); }
-
-// 1/x to 1 ulp.
-CUFA2_DEVICE float reciprocal_approx(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}

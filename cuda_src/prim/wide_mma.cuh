@@ -1,16 +1,11 @@
-// Products of float32 and float64 on tensor cores, and their operands.
-//
-// One logical product, m16n8k8, serves both types; g = lane / 4 and t = lane % 4 (PTX ISA,
-// mma.m16n8k8 with .tf32 and .f64):
-//   A (16 x 8)  a0: (g, t)  a1: (g+8, t)  a2: (g, t+4)  a3: (g+8, t+4)
-//   B (8 x 8)   b0: k = t   b1: k = t+4   n = g
-//   D (16 x 8)  d0, d1: (g, 2t), (g, 2t+1)              d2, d3: (g+8, 2t), (g+8, 2t+1)
+// Operands of the tensor-core products of float32 and float64, and sums of such products.
 //
 // TF32 keeps 11 bits of a float32. At float32 accuracy x is hi + lo, hi being x rounded to TF32
 // and lo the exact rest, at most 2^-11 of x; then x y = lo hi + hi lo + hi hi up to 2^-22 of it,
 // the small terms first. The tensor core drops the low 13 bits of an operand, so lo, whose 12 bits
 // are one too many, loses 2^-23 of x at most.
 #pragma once
+#include "mma.cuh"
 #include "wide.cuh"
 
 // SIZE elements of a lane's A (4) or B (2) operand, as the tensor core takes them: float64 as it
@@ -21,18 +16,6 @@ template <class T, bool TF32, int SIZE> struct Operand {
   CUFA2_DEVICE void set(int i, T x) { at[i] = x; }
   CUFA2_DEVICE void set_finite(int i, T x) { set(i, x); }
 };
-
-// x rounded to TF32: one instruction since Hopper. Before, cvt.rna.tf32 would be four, most of
-// them for NaN and Inf, of which the callers take care.
-CUFA2_DEVICE u32 rounded_to_tf32(float x) {
-#if __CUDA_ARCH__ >= 900
-  u32 y;
-  asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
-  return y;
-#else
-  return (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
-#endif
-}
 
 // Half a unit in the last place of TF32 is added, the tensor core cuts. Adding it as a float keeps
 // NaN and Inf what they are.
@@ -65,43 +48,6 @@ template <int SIZE> struct Operand<float, false, SIZE> {
     lo[i] = __float_as_uint(x - __uint_as_float(hi[i]));
   }
 };
-
-// D += A B.
-CUFA2_DEVICE void mma_m16n8k8(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
-// D = A B.
-CUFA2_DEVICE void mma_m16n8k8_new(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
-      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(0.0f));
-}
-
-// Before Hopper a float64 product is m8n8k4, a quarter of the logical one.
-CUFA2_DEVICE void mma_m16n8k8(double (&d)[4], const double (&a)[4], const double (&b)[2]) {
-#if __CUDA_ARCH__ >= 900
-  asm("mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 "
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+d"(d[0]), "+d"(d[1]), "+d"(d[2]), "+d"(d[3])
-      : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(b[0]), "d"(b[1]));
-#else
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
-        : "+d"(d[2 * (i & 1)]), "+d"(d[2 * (i & 1) + 1]) : "d"(a[i]), "d"(b[i >> 1]));
-  }
-#endif
-}
-
-CUFA2_DEVICE void mma_m16n8k8_new(double (&d)[4], const double (&a)[4], const double (&b)[2]) {
-  d[0] = d[1] = d[2] = d[3] = 0;
-  mma_m16n8k8(d, a, b);
-}
 
 // acc += sum of a[i] b[i]; FRESH: as a sum of its own, added by a rounding addition. Of halves all
 // small products come first, so that few cuts are those of a large sum.

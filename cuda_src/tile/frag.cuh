@@ -2,6 +2,7 @@
 // swizzled shared tile. Element owners are those of prim/mma.cuh.
 #pragma once
 #include "../prim/mma.cuh"
+#include "../prim/nonfinite.cuh"
 #include "smem.cuh"
 
 // A (16 * M_TILES) x (8 * N_TILES) float32 accumulator spread over a warp.
