@@ -305,7 +305,7 @@ CUFA2_DEVICE bool differentiate(const BwdParams& p, Frame& frame, u32 memory, in
       block_sync();
     }
   };
-  if constexpr (Tile::ACCUMULATE && !SAFE) {
+  if (Tile::ACCUMULATE && !SAFE && frame.any()) {
     cp_async_wait<0>();
     block_sync();
     const bool bad = block_any(has_nonfinite<Tile>(memory));
