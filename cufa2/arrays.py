@@ -75,8 +75,10 @@ class ArrayView:
         return np.asarray(_ArrayInterface(self)).view(_numpy_dtype(self.dtype))
 
     def bits(self) -> Any:
-        """GPU memory as a CuPy array of unsigned integers, without a copy: for moving data, which
-        must neither convert it nor need a dtype that CuPy may lack (bfloat16)."""
+        """The memory as an array of unsigned integers, CuPy's on a GPU, without a copy: for moving
+        data, which must neither convert it nor need a dtype that CuPy may lack (bfloat16)."""
+        if self.device[0] == "cpu":
+            return self.numpy().view(f"u{self.itemsize}")
         memory = cupy().cuda
         low, high = self.byte_range()
         block = memory.UnownedMemory(low, max(high - low, 1), self.owner, self.device[1])
@@ -228,10 +230,19 @@ def padded_shape(source: ArrayView) -> Shape:
 
 
 def work_view(work: Any, dtype: str) -> ArrayView:
-    """A work buffer (CuPy, contiguous) as a view of `dtype`."""
+    """A work buffer (CuPy or NumPy, contiguous) as a view of `dtype`."""
     strides = tuple(s // work.itemsize for s in work.strides)
-    device = ("cuda", int(work.device.id))
-    return ArrayView(work.data.ptr, work.shape, strides, dtype, device, "cupy", False, work)
+    host = isinstance(work, np.ndarray)
+    device = ("cpu", 0) if host else ("cuda", int(work.device.id))
+    library = "numpy" if host else "cupy"
+    return ArrayView(address(work), work.shape, strides, dtype, device, library, False, work)
+
+
+def address(work: Any) -> int:
+    """Where a work buffer starts; 0 if it is empty."""
+    if not work.size:
+        return 0
+    return int(work.ctypes.data if isinstance(work, np.ndarray) else work.data.ptr)
 
 
 def copy_in(target: Any, source: ArrayView) -> None:

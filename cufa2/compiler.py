@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import posixpath
 import re
 import time
 from collections.abc import Callable
@@ -71,8 +72,11 @@ def build(
     return store(folder, stem, variant.name, arch, version, image, log, seconds)
 
 
-def source_of(variant: Variant) -> str:
-    """One self-contained source: the flattened headers, this variant's sizes, one entry."""
+def source_of(variant: Variant, folders: tuple[Path, ...] = ()) -> str:
+    """One self-contained source: the flattened headers, this variant's sizes, one entry.
+
+    folders: where headers are looked for before `source_dir()`.
+    """
     kernel, tile = variant.kernel, variant.tile
     arguments = [str(a).lower() for a in tile.arguments]
     if kernel.atomics:
@@ -91,7 +95,7 @@ def source_of(variant: Variant) -> str:
     bytes_of = "".join(f"#define {_SIZE_NAMES[n]} {size}\n" for n, size in params.SIZES.items())
     defines = "\n".join(f"#define {name} {value}" for name, value in sizes.items())
     return (
-        f"{bytes_of}{flatten(kernel.file)}\n{defines}\n"
+        f"{bytes_of}{flatten(kernel.file, folders)}\n{defines}\n"
         f'extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)\n'
         f"{variant.name}(const __grid_constant__ {kernel.params} params) {{\n"
         f"  using VariantTile = {kernel.tile_type}<ELEMENT, HEAD_DIM, HEAD_DIM_V\n"
@@ -101,10 +105,11 @@ def source_of(variant: Variant) -> str:
 
 
 @functools.cache
-def flatten(file: str) -> str:
-    """A cuda_src file with its #include "..." lines replaced by the files, each once."""
+def flatten(file: str, folders: tuple[Path, ...] = ()) -> str:
+    """A cuda_src file with its #include "..." lines replaced by the files, each once. A file of
+    the same name in one of `folders` takes the place of that in `source_dir()`."""
     lines: list[str] = []
-    _flatten(source_dir() / file, set(), lines)
+    _flatten(file, (*folders, source_dir()), set(), lines)
     return "".join(lines)
 
 
@@ -158,16 +163,18 @@ def _compile(source: str, variant: Variant, arch: str) -> tuple[bytes, str]:
         nvrtc.destroyProgram(program)
 
 
-def _flatten(path: Path, seen: set[Path], lines: list[str]) -> None:
-    if path in seen:
+def _flatten(file: str, folders: tuple[Path, ...], seen: set[str], lines: list[str]) -> None:
+    if file in seen:
         return
-    seen.add(path)
-    name = path.relative_to(source_dir()).as_posix() if path.is_relative_to(source_dir()) else path
+    seen.add(file)
+    path = next((p for folder in folders if (p := folder / file).is_file()), folders[-1] / file)
+    name = file if path.parent.is_relative_to(folders[-1]) else path.as_posix()
     lines.append(f'#line 1 "{name}"\n')
     for number, line in enumerate(path.read_text().splitlines(keepends=True), 1):
         include = re.match(r'#include "(.+)"', line)
         if include:
-            _flatten((path.parent / include[1]).resolve(), seen, lines)
+            target = posixpath.normpath(posixpath.join(posixpath.dirname(file), include[1]))
+            _flatten(target, folders, seen, lines)
             lines.append(f'#line {number + 1} "{name}"\n')
         elif not line.startswith("#pragma once"):
             lines.append(line)

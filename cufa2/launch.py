@@ -18,6 +18,7 @@ import numpy as np
 
 from . import arrays, compiler, device, params
 from .arrays import ArrayView
+from .device import DeviceInfo
 from .kernels import Variant
 from .placement import Place
 from .problem import ITEMSIZES, Problem
@@ -39,6 +40,7 @@ class Loaded:
     function: Any
     variant: Variant
     record: KernelRecord
+    info: DeviceInfo
 
 
 _loaded: dict[tuple[Variant, int], Loaded] = {}
@@ -60,13 +62,13 @@ def load(variant: Variant, index: int) -> Loaded:
 
 def _load(variant: Variant, index: int) -> Loaded:
     cupy = device.cupy()
-    arch, driver = device.info(index).arch, device.driver_cuda()
-    cubin = compiler.build(variant, arch, driver=driver, progress=_log.info)
+    info, driver = device.info(index), device.driver_cuda()
+    cubin = compiler.build(variant, info.arch, driver=driver, progress=_log.info)
     with cupy.cuda.Device(index):
         function = cupy.RawModule(path=str(cubin.path)).get_function(variant.name)
         function.max_dynamic_shared_size_bytes = variant.smem_bytes
     total = variant.smem_bytes + cubin.shared_memory
-    return Loaded(function, variant, KernelRecord(variant.name, cubin.registers, total))
+    return Loaded(function, variant, KernelRecord(variant.name, cubin.registers, total), info)
 
 
 class Scratch:
@@ -79,17 +81,19 @@ class Scratch:
 
     def take(self, wanted: Sequence[tuple[tuple[int, ...], int]]) -> list[Any]:
         """Uninitialised arrays of these (shape, itemsize), as unsigned integers."""
-        cupy = device.cupy()
         sizes = [-(-math.prod(shape) * itemsize // 256) * 256 for shape, itemsize in wanted]
         if self._buffer is None or self._buffer.nbytes < sum(sizes):
             self._buffer = None  # returned to the pool before the larger one is taken from it
-            self._buffer = cupy.empty(sum(sizes), np.uint8)
+            self._buffer = self._empty(sum(sizes))
         made, start = [], 0
         for (shape, itemsize), size in zip(wanted, sizes, strict=True):
             flat = self._buffer[start : start + math.prod(shape) * itemsize].view(f"u{itemsize}")
             made.append(flat.reshape(shape))
             start += size
         return made
+
+    def _empty(self, size: int) -> Any:
+        return device.cupy().empty(size, np.uint8)
 
 
 def forward(
@@ -105,7 +109,7 @@ def forward(
     the kernel cannot use in place is replaced by a work copy in `scratch`.
     """
     with _in_place(problem, views, ("q", "k", "v"), ("o",), (), scratch) as (placed, _):
-        values = params.forward_values(problem, placed, device.info(at.index).l2_bytes)
+        values = params.forward_values(problem, placed, kernel.info.l2_bytes)
         _launch(kernel, problem, values, at)
 
 
@@ -129,14 +133,13 @@ def backward(
     extra = [((rows,), itemsize), ((rows,), itemsize), ((sums,), 4)]
     inputs, outputs = ("q", "k", "v", "o", "grad_o"), ("dq", "dk", "dv")
     with _in_place(problem, views, inputs, outputs, extra, scratch) as (placed, work):
-        pointers = [w.data.ptr if w.size else 0 for w in work]
+        pointers = [arrays.address(w) for w in work]
         named = dict(zip(("row_lse", "delta", "dq_sum"), pointers, strict=True))
         if main.completes_dq:
             dq = placed["dq"]
             assert dq is not None, "dq is given"
             named["dq_sum"] = dq.pointer
-        l2_bytes = device.info(at.index).l2_bytes
-        values = params.backward_values(problem, placed, named, l2_bytes)
+        values = params.backward_values(problem, placed, named, kernels[0].info.l2_bytes)
         for kernel in kernels:
             _launch(kernel, problem, values, at)
 

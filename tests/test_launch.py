@@ -131,8 +131,8 @@ class FakeScratch:
 class FakeKernel:
     """Notes each launch in `calls`."""
 
-    def __init__(self, variant: Variant, calls: list[Any]) -> None:
-        self.variant, self.calls = variant, calls
+    def __init__(self, variant: Variant, info: device.DeviceInfo, calls: list[Any]) -> None:
+        self.variant, self.info, self.calls = variant, info, calls
 
     def function(self, grid: Any, block: Any, args: Any, **more: Any) -> None:
         self.calls.append((self.variant, (grid, block, args, more)))
@@ -140,13 +140,10 @@ class FakeKernel:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_work_memory_and_order_of_a_backward(
-    dtype: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_work_memory_and_order_of_a_backward(dtype: str, deterministic: bool) -> None:
     """Two numbers of lse's type a query row; float32 sums of dq only where atomics make them, of
     16-bit inputs. Of wider ones they add to dq itself."""
     info = device.info_for_arch("sm_90a")
-    monkeypatch.setattr(device, "info", lambda index: info)
     for d, dv, sq in itertools.product((64, 72, 256), (32, 200), (1, 100, 129)):
         problem = replace(
             PROBLEM,
@@ -158,7 +155,7 @@ def test_work_memory_and_order_of_a_backward(
             deterministic=deterministic,
         )
         calls: list[Any] = []
-        kernels = [FakeKernel(v, calls) for v in plan.choose(problem, info).variants]
+        kernels = [FakeKernel(v, info, calls) for v in plan.choose(problem, info).variants]
         wide = dtype == "float64"
         views = {
             name: replace(v, dtype=dtype, shape=(*v.shape[:3], d if name[-1] in "qk" else dv))
