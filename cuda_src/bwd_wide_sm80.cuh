@@ -305,11 +305,13 @@ CUFA2_DEVICE bool differentiate(const BwdParams& p, Frame& frame, u32 memory, in
       block_sync();
     }
   };
-  if (Tile::ACCUMULATE && !SAFE && frame.any()) {
-    cp_async_wait<0>();
-    block_sync();
-    const bool bad = block_any(has_nonfinite<Tile>(memory));
-    if (thread_index() == 0) frame.bad_keys = bad;
+  if constexpr (Tile::ACCUMULATE && !SAFE) {
+    if (frame.any()) {
+      cp_async_wait<0>();
+      block_sync();
+      const bool bad = block_any(has_nonfinite<Tile>(memory));
+      if (thread_index() == 0) frame.bad_keys = bad;
+    }
   }
   u32 odd = 0;
   while (frame.any() && frame.within(p, at)) {
