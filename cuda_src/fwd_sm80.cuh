@@ -323,10 +323,12 @@ CUFA2_DEVICE bool attend(const FwdParams& p, const TileFrame& frame, const Score
   }
   u32 q_kept[Tile::Q_IN_REGISTERS ? Tile::D / 16 : 1][M_TILES][4];
   if constexpr (Tile::Q_IN_REGISTERS) {
+    if (frame.last >= frame.first) {
 #pragma unroll
-    for (int kk = 0; kk < Tile::D / 16; ++kk)
+      for (int kk = 0; kk < Tile::D / 16; ++kk)
 #pragma unroll
-      for (int m = 0; m < M_TILES; ++m) q_reader.load(q_kept[kk][m], m, kk);
+        for (int m = 0; m < M_TILES; ++m) q_reader.load(q_kept[kk][m], m, kk);
+    }
   }
 
   typename Tile::Output o;
