@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lint, types and the CPU tests. The CUDA kernels are compiled here too, which needs no GPU.
+# Lint, types and the CPU tests. The CUDA kernels are compiled here too, and run on the CPU.
 #
 # usage: bash scripts/test.sh [--no-install] [--fast] [arguments of pytest]
 #   --no-install   use $PYTHON (default python3) as it is
@@ -39,5 +39,20 @@ if ((lint)); then
     say "mypy"
     "$python" -m mypy
 fi
+# The kernels run on the CPU as well, compiled with g++; their threads are Boost's fibers.
+boost='#include <boost/context/fiber.hpp>'
+if ! g++ -std=c++17 -fsyntax-only -x c++ - <<<"$boost" 2>/dev/null; then
+    if ((install && EUID == 0)) && command -v apt-get >/dev/null; then
+        say "apt-get install g++ libboost-context-dev"
+        apt-get -qq update && apt-get -qq install -y --no-install-recommends g++ libboost-context-dev
+    else
+        say "without g++ and Boost.Context (Debian: g++ libboost-context-dev) no kernel runs here"
+    fi
+fi
+
+workers=()
+if "$python" -c "import xdist" 2>/dev/null; then
+    workers=(-n "$(nproc)" --dist loadgroup)
+fi
 say "pytest"
-"$python" -m pytest "$@"
+"$python" -m pytest "${workers[@]}" "$@"

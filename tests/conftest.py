@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -36,6 +37,44 @@ def _errors_show_where_they_happen(request: pytest.FixtureRequest) -> Iterator[N
     yield
     if request.node.get_closest_marker("gpu") and "cp" in request.fixturenames:
         device.cupy().cuda.Device().synchronize()
+
+
+class Card:
+    """What the tests of the kernels run on: a GPU, or the emulated one."""
+
+    def __init__(self, emulated: bool) -> None:
+        self.emulated = emulated
+
+    def of(self, arch: str) -> AbstractContextManager[None]:
+        """Have the emulated card be one of `arch`; a real one stays what it is."""
+        if not self.emulated:
+            return nullcontext()
+        from emulator import card
+
+        return card.of(arch)
+
+
+@pytest.fixture(scope="module", params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def card(request: pytest.FixtureRequest) -> Card:
+    """The emulated card, and with -m gpu the real one: the same tests for both."""
+    if request.param == "cuda":
+        request.getfixturevalue("cp")
+        return Card(emulated=False)
+    request.getfixturevalue("emulator")
+    return Card(emulated=True)
+
+
+@pytest.fixture(scope="session")
+def emulator() -> None:
+    """Kernels can be compiled for the CPU here."""
+    from emulator import build
+
+    why = build.why_not()
+    if why is None:
+        return
+    if os.environ.get("CUFA2_EMULATOR") == "required":
+        pytest.fail(f"the kernels cannot be emulated: {why}", pytrace=False)
+    pytest.skip(f"the kernels cannot be emulated: {why}")
 
 
 def _framework(name: str) -> Any:

@@ -17,6 +17,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from multiprocessing import get_context
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -71,6 +72,24 @@ MASK_OPTIONS: dict[str, dict[str, Any]] = {
     "local": {"window": (50, 21)},
 }
 
+_cards: list[Any] = []  # the array module that stands for CuPy, if another does
+
+
+def card() -> Any:
+    """CuPy, or what the emulated card has in its place."""
+    return _cards[-1] if _cards else device.cupy()
+
+
+@contextmanager
+def using(module: Any) -> Iterator[None]:
+    """Have another array module stand for CuPy."""
+    _cards.append(module)
+    try:
+        yield
+    finally:
+        _cards.pop()
+
+
 # Compiled with ELEMENT, the type of the inputs; WIDE, the type in which everything is computed;
 # LOW, 1 to round every step to ELEMENT; and TF32, 1 to round the operands of products to TF32.
 _SOURCE = r"""
@@ -81,20 +100,36 @@ typedef long long i64;
 struct f16 { u16 bits; };
 struct bf16 { u16 bits; };
 
+// Conversions in integers, so that they depend on no compiler's.
 __device__ float widen(f16 x) {
-  float f;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(x.bits));
-  return f;
+  const u32 sign = (u32)(x.bits & 0x8000u) << 16, rest = x.bits & 0x7fffu;
+  if (rest >= 0x7c00u) return __uint_as_float(sign | 0x7f800000u | (rest & 0x3ffu) << 13);
+  const float size = __uint_as_float(rest << 13) * 0x1p112f;
+  return __uint_as_float(sign | __float_as_uint(size));
 }
 __device__ float widen(bf16 x) { return __uint_as_float((u32)x.bits << 16); }
 __device__ float widen(float x) { return x; }
 __device__ double widen(double x) { return x; }
 
 __device__ void narrow(float f, f16& x) {
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(x.bits) : "f"(f));
+  const u32 sign = __float_as_uint(f) >> 16 & 0x8000u, size = __float_as_uint(f) & 0x7fffffffu;
+  u32 rest;
+  if (size > 0x7f800000u) {
+    x.bits = 0x7fffu;
+    return;
+  }
+  if (size < 0x38800000u) {  // below 2^-14: to multiples of 2^-24
+    rest = __float_as_uint(__uint_as_float(size) + 0.5f) - 0x3f000000u;
+  } else if (size < 0x47800000u) {
+    rest = (size + 0xfffu + (size >> 13 & 1u) - 0x38000000u) >> 13;
+  } else {
+    rest = 0x7c00u;
+  }
+  x.bits = (u16)(sign | rest);
 }
 __device__ void narrow(float f, bf16& x) {
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(x.bits) : "f"(f));
+  const u32 size = __float_as_uint(f);
+  x.bits = f != f ? 0x7fffu : (u16)((size + 0x7fffu + (size >> 16 & 1u)) >> 16);
 }
 __device__ void narrow(float f, float& x) { x = f; }
 __device__ void narrow(double f, double& x) { x = f; }
@@ -442,14 +477,15 @@ extern "C" __global__ void normal(E* x, i64 n, i64 seed, double scale) {
     draw(x[i], a, b, scale);
   }
 }
+"""
 
-extern "C" __global__ void spin(i64 nanoseconds) {
-  i64 start, now;
+_SPIN = r"""
+extern "C" __global__ void spin(long long nanoseconds) {
+  long long start, now;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
   do asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)); while (now - start < nanoseconds);
 }
 """
-
 
 _ELEMENTS = {"float16": "f16", "bfloat16": "bf16", "float32": "float", "float64": "double"}
 _WIDER = {"float16": "double", "bfloat16": "double", "float32": "double", "float64": "Two"}
@@ -457,19 +493,17 @@ _THREADS = 128
 
 
 @functools.cache
-def _module(dtype: str, low: bool, tf32: bool) -> Any:
+def _module(card_: Any, dtype: str, low: bool, tf32: bool) -> Any:
     """_SOURCE for inputs of `dtype`: the truth, or with every step rounded to it."""
-    import cupy
-
     wide = _WIDER[dtype] if not low else "double" if dtype == "float64" else "float"
     sizes = {"ELEMENT": _ELEMENTS[dtype], "WIDE": wide, "LOW": int(low), "TF32": int(tf32)}
     options = ("--std=c++17", *(f"-D{key}={value}" for key, value in sizes.items()))
-    return cupy.RawModule(code=_SOURCE, options=options)
+    return card_.RawModule(code=_SOURCE, options=options)
 
 
 @functools.cache
 def _kernel(name: str, dtype: str = "float16", low: bool = True, precision: Any = None) -> Any:
-    return _module(dtype, low, low and precision == "tf32").get_function(name)
+    return _module(card(), dtype, low, low and precision == "tf32").get_function(name)
 
 
 def _wide_bytes(dtype: str, low: bool) -> int:
@@ -478,14 +512,17 @@ def _wide_bytes(dtype: str, low: bool) -> int:
 
 def spin(milliseconds: float) -> None:
     """Keep CuPy's current stream busy."""
-    _kernel("spin")((1,), (1,), (int(milliseconds * 1e6),))
+    _spin()((1,), (1,), (int(milliseconds * 1e6),))
+
+
+@functools.cache
+def _spin() -> Any:
+    return card().RawModule(code=_SPIN).get_function("spin")
 
 
 def empty(shape: tuple[int, ...], dtype: str) -> Any:
     """An uninitialised CuPy array, made as bits: CuPy may not know bfloat16."""
-    import cupy
-
-    return cupy.empty(shape, f"u{numpy_dtype(dtype).itemsize}").view(numpy_dtype(dtype))
+    return card().empty(shape, f"u{numpy_dtype(dtype).itemsize}").view(numpy_dtype(dtype))
 
 
 def normal(shape: tuple[int, ...], dtype: str, seed: int, scale: float = 1.0) -> Any:
@@ -518,15 +555,13 @@ def lse_dtype(dtype: str) -> str:
 
 
 def host(x: Any) -> Any:
-    """A CuPy array on the host, moved as bits."""
-    return bits(x).get().view(x.dtype)
+    """A CuPy array on the host, moved as bits; a NumPy array as it is."""
+    return bits(x).get().view(x.dtype) if hasattr(x, "get") else x
 
 
 def to_device(x: Any) -> Any:
     """A NumPy array on the GPU, moved as bits."""
-    import cupy
-
-    return cupy.asarray(np.ascontiguousarray(x).view(f"u{x.itemsize}")).view(x.dtype)
+    return card().asarray(np.ascontiguousarray(x).view(f"u{x.itemsize}")).view(x.dtype)
 
 
 def fill_nan(*arrays: Any) -> None:
@@ -585,20 +620,18 @@ def dense(
     the operands of products as `precision` says.
     rows: (n, 3) integers (batch, head, row); o is then (n, Dv) and lse (n,).
     """
-    import cupy
-
     dtype, (b, sq, h, _), (_, sk, _, dv) = q.dtype.name, q.shape, v.shape
     n = b * h * sq if rows is None else len(rows)
-    o = cupy.zeros((b, sq, h, dv) if rows is None else (n, dv), np.float64)
-    lse = cupy.zeros((b, h, sq) if rows is None else (n,), np.float64)
+    o = card().zeros((b, sq, h, dv) if rows is None else (n, dv), np.float64)
+    lse = card().zeros((b, h, sq) if rows is None else (n,), np.float64)
     if n:
         args = (
             *(x.data.ptr for x in (q, k, v)),
             o,
             lse,
-            cupy.empty(max(n * sk, 1) * _wide_bytes(dtype, low), np.uint8),
+            card().empty(max(n * sk, 1) * _wide_bytes(dtype, low), np.uint8),
             *(0 if x is None else x.data.ptr for x in (seqlens_q, seqlens_k)),
-            0 if rows is None else cupy.asarray(np.ascontiguousarray(rows, np.int64)),
+            0 if rows is None else card().asarray(np.ascontiguousarray(rows, np.int64)),
             _meta((q, k, v, v), causal, window),
             *_scales(q, softmax_scale, softcap),
         )
@@ -636,16 +669,14 @@ def _gradients(
     precision: str | None = None,
 ) -> tuple[Any, ...]:
     """dq, dk, dv, and which rows (B, Sq, H) see no key and which keys (B, Sk, Hk) no row sees."""
-    import cupy
-
     dtype, (b, sq, h, _), (_, sk, hk, _) = q.dtype.name, q.shape, k.shape
-    dq, dk, dv = (cupy.zeros(x.shape, np.float64) for x in (q, k, v))
-    dead, unseen = cupy.ones((b, h, sq), np.int32), cupy.ones((b, sk, hk), np.int32)
-    work = cupy.empty(max(3 * b * h * sq * sk, 1) * _wide_bytes(dtype, low), np.uint8)
+    dq, dk, dv = (card().zeros(x.shape, np.float64) for x in (q, k, v))
+    dead, unseen = card().ones((b, h, sq), np.int32), card().ones((b, sk, hk), np.int32)
+    work = card().empty(max(3 * b * h * sq * sk, 1) * _wide_bytes(dtype, low), np.uint8)
     lens = [0 if x is None else x.data.ptr for x in (seqlens_q, seqlens_k)]
     meta = _meta((q, k, v, do), causal, window)
     if dlse is not None:
-        dlse = cupy.ascontiguousarray(dlse, np.float64)
+        dlse = card().ascontiguousarray(dlse, np.float64)
     if dead.size:
         pointers = (x.data.ptr for x in (q, k, v, do))
         args = (*pointers, 0 if dlse is None else dlse, dq, dead, work, *lens, meta)
@@ -661,15 +692,13 @@ def _gradients(
 
 def _meta(arrays: tuple[Any, ...], causal: bool | str, window: Any) -> Any:
     """The kernels' Meta for q, k, v and do."""
-    import cupy
-
     left, right = (-1 if w is None else int(w) for w in window or (None, None))
     if causal:
         right = 0 if right < 0 else min(right, 0)
     (_, sq, h, d), (_, sk, hk, dv) = arrays[0].shape, arrays[2].shape
     strides = [s // x.itemsize for x in arrays for s in x.strides]
     sizes = [sq, sk, h, h // max(hk, 1), d, dv, left, right, int(causal == "top_left")]
-    return cupy.asarray(np.array(strides + sizes, np.int64))
+    return card().asarray(np.array(strides + sizes, np.int64))
 
 
 def _scales(q: Any, softmax_scale: Any, softcap: float) -> tuple[np.float64, np.float64]:
@@ -688,11 +717,10 @@ def check(
     exact, exact_lse = dense(q, k, v, rows=rows, **options)
     plain, plain_lse = dense(q, k, v, rows=rows, low=True, **options)
     if rows is not None:
-        import cupy  # gathered slice by slice: an index array may not reach beyond 2^31 elements
-
+        # Gathered slice by slice: an index array may not reach beyond 2^31 elements.
         dtype = o.dtype
-        o = cupy.stack([bits(o)[b, i, h] for b, h, i in rows]).view(dtype)
-        lse = cupy.stack([lse[b, h, i] for b, h, i in rows])
+        o = card().stack([bits(o)[b, i, h] for b, h, i in rows]).view(dtype)
+        lse = card().stack([lse[b, h, i] for b, h, i in rows])
     o, lse = host(o), host(lse)
     assert lse.dtype.name == lse_dtype(o.dtype.name), f"{name}: lse is {lse.dtype}"
     assert_accurate(o, exact, plain, f"{name}: o")
@@ -828,23 +856,21 @@ def assert_same(x: Any, y: Any, name: str) -> None:
     """Raise AssertionError unless two CuPy arrays hold the same bits."""
     assert x.shape == y.shape, f"{name}: shapes {x.shape} and {y.shape} differ"
     assert x.dtype == y.dtype, f"{name}: dtypes {x.dtype} and {y.dtype} differ"
-    a, b = bits(x).get(), bits(y).get()
+    a, b = bits(host(x)), bits(host(y))
     wrong = np.argwhere(a != b)
     assert not len(wrong), f"{name}: {len(wrong)} of {a.size} values differ, first {wrong[0]}"
 
 
 def poison(q: Any, k: Any, v: Any) -> None:
     """Leave NaN in the memory that the next call takes for its results and its work."""
-    import cupy
-
     attention.launcher.cache_clear()  # and with it the work buffers it keeps
-    cupy.get_default_memory_pool().free_all_blocks()
+    card().get_default_memory_pool().free_all_blocks()
     b, sq, h, _ = q.shape
     rows = b * h * -(-sq // 64) * 64
     of_lse = numpy_dtype(lse_dtype(q.dtype.name)).itemsize
     sizes = [*(x.nbytes for x in (q, k, v)), of_lse * rows, 4 * rows * q.shape[3], 1 << 23]
-    blocks = [cupy.empty(max(n, 1), np.uint8) for n in sizes]
-    blocks.append(cupy.empty(sum(sizes), np.uint8))
+    blocks = [card().empty(max(n, 1), np.uint8) for n in sizes]
+    blocks.append(card().empty(sum(sizes), np.uint8))
     fill_nan(*blocks)
 
 
@@ -886,9 +912,7 @@ def assert_same_gradients(grads: Any, expected: Any, name: str) -> None:
 
 def filled(shape: tuple[int, ...], like: Any) -> Any:
     """Bits of NaN."""
-    import cupy
-
-    x = cupy.empty(shape, like.dtype)
+    x = card().empty(shape, like.dtype)
     fill_nan(x)
     return x
 
@@ -938,9 +962,7 @@ def laid(x: Any, kind: str) -> Any:
 
 def lengths(*values: int) -> Any:
     """Sequence lengths on the GPU."""
-    import cupy
-
-    return cupy.asarray(np.array(values, np.int32))
+    return card().asarray(np.array(values, np.int32))
 
 
 def main_kernels(direction: str) -> tuple[Kernel, ...]:

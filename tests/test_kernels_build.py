@@ -28,6 +28,8 @@ from cufa2.kernels import C_TYPES, KERNELS, MASKS, SCORES, Kernel, Variant
 from cufa2.params import FORMATS, PARAMS, SIZES, WORK_ROWS
 from cufa2.problem import DTYPES, CompileError, Problem
 
+pytestmark = pytest.mark.xdist_group("builds")  # they share what they have compiled
+
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 REGISTERS = 65536  # 32-bit registers of a multiprocessor, on every architecture here
 

@@ -1,0 +1,253 @@
+"""The emulated GPU: what the launcher needs of one, on the arrays and in the memory of the host.
+
+`Emulated` is the product's own launcher with kernels that run on the CPU: the problem, the plan,
+the parameters, the grids, the work memory and the copies of what a kernel cannot use in place are
+all the product's. Every array is registered with the machine before a launch, byte by byte of its
+elements: what lies between them may not be touched, inputs may not be written, and results must be
+written before they are read, and all of them in the end.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from cufa2 import arrays, device, launch, plan
+from cufa2.arrays import ArrayView
+from cufa2.attention import FlashAttention2
+from cufa2.kernels import Variant
+from cufa2.launch import KernelRecord, Loaded, Scratch
+from cufa2.problem import Options, Problem
+
+from . import build
+
+_READABLE, _WRITABLE, _RESULT = 1, 2, 4
+_MESSAGE_BYTES, _STACK_DEPTH = 1 << 16, 64
+
+
+class EmulatorError(AssertionError):
+    """A fault that the machine found, with the kernel's lines that led to it."""
+
+
+class Function:
+    """A kernel, called as CuPy's functions are."""
+
+    def __init__(self, name: str, path: Path, seeds: Iterator[int]) -> None:
+        self.machine = build.machine()
+        self.name, self.path, self.seeds = name, path, seeds
+        self.entry = ctypes.CDLL(str(path)).emulated
+
+    def __call__(
+        self, grid: Any, block: Any, args: Any, *, shared_mem: int, stream: Any = None
+    ) -> None:
+        (params,) = args
+        packed = ctypes.create_string_buffer(params.tobytes(), params.nbytes)
+        message = ctypes.create_string_buffer(_MESSAGE_BYTES)
+        stack, depth = (ctypes.c_void_p * _STACK_DEPTH)(), ctypes.c_int(_STACK_DEPTH)
+        seed = next(self.seeds)
+        failed = self.machine.emulator_launch(
+            self.entry,
+            packed,
+            *(ctypes.c_uint(n) for n in grid),
+            ctypes.c_int(block[0]),
+            ctypes.c_uint(shared_mem),
+            ctypes.c_uint(seed),
+            message,
+            _MESSAGE_BYTES,
+            stack,
+            ctypes.byref(depth),
+        )
+        if failed:
+            text = message.value.decode()
+            raise EmulatorError(
+                f"{self.name}, seed {seed}: {self._placed(text)}"
+                f"{self._stack(list(stack)[: depth.value])}"
+            )
+
+    def _placed(self, text: str) -> str:
+        """Lists of addresses in a message, which stand between two marks, as places."""
+        said, *rest = text.split("\x01")
+        for part in rest:
+            frames, after = part.split("\x02")
+            said += self._stack([int(x, 16) for x in frames.split()]) + after
+        return said
+
+    def _stack(self, frames: list[int | None]) -> str:
+        base, end = _mapped(str(self.path))
+        mine = [frame for frame in frames if frame and base <= frame < end]
+        found = build.places(mine, self.path, base)
+        return "".join(f"\n      {place}" for place in found if " in emulated" not in place)
+
+
+def _mapped(path: str) -> tuple[int, int]:
+    """Where a library lies in memory."""
+    with open("/proc/self/maps") as maps:
+        lines = [line.split()[0] for line in maps if line.rstrip().endswith(path)]
+    ends = [tuple(int(x, 16) for x in line.split("-")) for line in lines]
+    return min(low for low, _ in ends), max(high for _, high in ends)
+
+
+class HostScratch(Scratch):
+    """Work memory that the host lends, full of NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: list[Any] = []
+
+    def take(self, wanted: Any) -> list[Any]:
+        self._buffer = None
+        self.taken = super().take(wanted)
+        return self.taken
+
+    def _empty(self, size: int) -> Any:
+        raw = np.full(size + 256, 0xFF, np.uint8)
+        return raw[-raw.ctypes.data % 256 :][:size]
+
+
+class Emulated(FlashAttention2):
+    """The launcher on an emulated GPU: takes NumPy arrays, runs the kernels of `arch`.
+
+    seed: of the order in which threads run; each launch draws one of its own from it.
+    kernel: the row of KERNELS that must do its stage; None: the first that can.
+    """
+
+    arch: str
+    kernel: str | None
+    seeds: Iterator[int]
+
+    @classmethod
+    def make(
+        cls, arch: str = "sm_90a", seed: int = 0, kernel: str | None = None, **options: Any
+    ) -> Emulated:
+        self = cls.__new__(cls)
+        self._setup(Options.make(**options))
+        self.arch, self.kernel, self.seeds = arch, kernel, itertools.count(1000 * seed)
+        return self
+
+    def _loaded(self, problem: Problem) -> list[Loaded]:
+        info = device.info_for_arch(self.arch)
+        chosen = plan.choose(problem, info, self.kernel).variants
+        return [replace(load(v, self.arch), function=self._function(v)) for v in chosen]
+
+    def _function(self, variant: Variant) -> Function:
+        return Function(variant.name, build.library(variant, self.arch), self.seeds)
+
+    def _run_forward(
+        self, problem: Problem, call: Any, o: ArrayView, lse: ArrayView | None, at: Any
+    ) -> None:
+        tensors, rows = ("q", "k", "v", "o"), ("lse", "seqlens_q", "seqlens_k")
+        (kernel,) = self._loaded(problem)
+        views = self._launch_views({**call, "o": o, "lse": lse}, tensors, rows)
+        scratch = HostScratch()
+        loaded = replace(
+            kernel, function=_registering(kernel.function, views, ("o", "lse"), scratch)
+        )
+        launch.forward(loaded, problem, views, at_host(at), scratch)
+        check_written(loaded.variant.name)
+
+    def _run_backward(self, problem: Problem, kernels: list[Loaded], call: Any, at: Any) -> None:
+        tensors = ("q", "k", "v", "o", "grad_o", "dq", "dk", "dv")
+        rows = ("lse", "dlse", "seqlens_q", "seqlens_k")
+        views = self._launch_views({**call, "grad_o": call["do"]}, tensors, rows)
+        scratch, written = HostScratch(), ("dq", "dk", "dv")
+        loaded = self._loaded(problem)
+        first = _registering(loaded[0].function, views, written, scratch)
+        loaded[0] = replace(loaded[0], function=first)
+        launch.backward(loaded, problem, views, at_host(at), scratch)
+        check_written(loaded[0].variant.name)
+
+
+def at_host(at: Any) -> Any:
+    """A place with a stream, which nobody looks at."""
+    return SimpleNamespace(kind="cpu", index=0, stream=None) if at is not None else at
+
+
+@functools.cache
+def load(variant: Variant, arch: str) -> Loaded:
+    record = KernelRecord(variant.name, 0, variant.smem_bytes)
+    return Loaded(None, variant, record, device.info_for_arch(arch))
+
+
+def _registering(
+    function: Any, views: Mapping[str, ArrayView | None], written: Any, scratch: HostScratch
+) -> Any:
+    """A function that first tells the machine of all memory there is."""
+
+    def call(*args: Any, **options: Any) -> None:
+        known = []
+        for name, view in views.items():
+            if view is None or not view.size:
+                continue
+            if view.shape[3:] and not arrays.aligned(view):
+                continue  # its copy among the work arrays stands for it
+            flags = _WRITABLE | _RESULT if name in written else _READABLE
+            strides = tuple(s * view.itemsize for s in view.strides)
+            known.append((name, view.pointer, view.shape, strides, view.itemsize, flags))
+        for n, work in enumerate(scratch.taken):
+            if work.size:
+                # What is not flat is a copy of an array, filled before the launch.
+                flags = _WRITABLE | (_READABLE if work.ndim > 1 else 0)
+                place = (work.ctypes.data, work.shape, work.strides, work.itemsize)
+                known.append((f"work array {n}", *place, flags))
+        register(known)
+        function(*args, **options)
+
+    return call
+
+
+def check_written(name: str) -> None:
+    """Raise unless every element of every result has been written. Of results that lie so that a
+    kernel cannot write them, the copy is written in whole rows and full of NaN before."""
+    message = ctypes.create_string_buffer(_MESSAGE_BYTES)
+    if build.machine().emulator_unwritten(message, _MESSAGE_BYTES):
+        raise EmulatorError(f"{name}: nobody wrote {message.value.decode()}")
+
+
+def register(known: list[Any]) -> None:
+    """Tell the machine of arrays (name, address, shape, strides in bytes, itemsize, flags)."""
+    machine = build.machine()
+    machine.emulator_forget_memory()
+    ranges = []
+    for _, pointer, shape, strides, itemsize, _ in known:
+        far = [(n - 1) * s for n, s in zip(shape, strides, strict=True)]
+        low = pointer + sum(f for f in far if f < 0)
+        ranges.append((low & ~15, (pointer + sum(f for f in far if f > 0) + itemsize + 15) & ~15))
+    merged: list[list[int]] = []
+    for low, high in sorted(ranges):
+        if merged and low < merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], high)
+        else:
+            merged.append([low, high])
+    for low, high in merged:
+        machine.emulator_add_region(ctypes.c_size_t(low), ctypes.c_size_t(high))
+    for name, pointer, shape, strides, itemsize, flags in known:
+        longs = ctypes.c_long * len(shape)
+        machine.emulator_add_array(
+            name.encode(),
+            ctypes.c_size_t(pointer),
+            len(shape),
+            longs(*shape),
+            longs(*strides),
+            itemsize,
+            flags,
+        )
+
+
+_seeds = itertools.count()
+
+
+@functools.cache
+def launcher_for(arch: str, options: Options) -> Emulated:
+    """What stands for `cufa2.attention.launcher` where calls run on the emulated card."""
+    self = Emulated.__new__(Emulated)
+    self._setup(options)
+    self.arch, self.kernel, self.seeds = arch, None, _seeds
+    return self

@@ -1,0 +1,70 @@
+// The machine that kernels run on when they are compiled for the CPU.
+//
+// A block's threads are fibers of one host thread. They change places only where the hardware
+// makes them wait for one another: at barriers and at what a warp does together. The order is
+// drawn from a seed. Everything a kernel reads or writes outside its own stack is checked, see
+// memory.h; a fault ends the launch with the reason and the place.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace emulator {
+
+struct Dim3 { unsigned x = 1, y = 1, z = 1; };
+extern Dim3 block_index, grid_size;
+
+int thread_index();
+
+// Ends the launch. The text is printf's; the kernel's stack is added to it.
+[[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
+
+// Barrier `id` of `threads` threads, 0: all of the block. Returns whether any raised `flag`.
+bool barrier(int id, int threads, bool flag);
+void warp_barrier();
+
+// All 32 lanes hand in `in`; when the last has come, `combine` makes what each gets. It orders no
+// memory accesses, as on the device.
+using Combine = void (*)(void (*function)(), const void* in, void* out);
+void collective(const char* operation, const void* in, std::size_t in_bytes, void* out,
+                std::size_t out_bytes, Combine combine, void (*function)());
+
+template <class In, class Out>
+inline void collective(const char* operation, const In& in, Out& out,
+                       void (*function)(const In*, Out*)) {
+  collective(
+      operation, &in, sizeof(In), &out, sizeof(Out),
+      [](void (*erased)(), const void* all_in, void* all_out) {
+        reinterpret_cast<void (*)(const In*, Out*)>(erased)(static_cast<const In*>(all_in),
+                                                            static_cast<Out*>(all_out));
+      },
+      reinterpret_cast<void (*)()>(function));
+}
+
+// What `extern __shared__` and `__shared__` variables become: bytes that the compiler knows nothing
+// of, so that it checks each access.
+unsigned char* dynamic_shared(std::uint32_t alignment);
+unsigned char* static_shared(const char* name, std::uint32_t alignment, std::uint32_t bytes);
+
+// Dynamic shared memory, by its 32-bit byte addresses. `bytes` is 4, 8 or 16, and the address a
+// multiple of it.
+std::uint32_t shared_address(const void* pointer);
+void read_shared(std::uint32_t address, void* to, int bytes);
+void write_shared(std::uint32_t address, const void* from, int bytes);
+
+// ldmatrix: row l % 8 of matrix l / 8 is what lane l reads; it gets two elements of each matrix.
+void load_matrices(std::uint32_t (&r)[4], std::uint32_t address);
+void load_matrices_transposed(std::uint32_t (&r)[4], std::uint32_t address);
+
+// Global memory.
+void read_global(const void* from, void* to, int bytes);
+void write_global(void* to, const void* from, int bytes);
+void add_global(float* to, float x);
+void add_global(double* to, double x);
+
+// cp.async. What is copied is read and lands at the wait and not before: as late as the program
+// allows. Until then nobody may touch the target.
+void copy_async_16(std::uint32_t shared, const void* global, bool valid);
+void commit_copies();
+void wait_copies(int groups_in_flight);
+
+}  // namespace emulator
