@@ -52,7 +52,7 @@ fi
 
 workers=()
 if "$python" -c "import xdist" 2>/dev/null; then
-    workers=(-n "$(nproc)" --dist loadgroup)
+    workers=(-n "$(nproc)" --dist worksteal)
 fi
 say "pytest"
 "$python" -m pytest "${workers[@]}" "$@"

@@ -11,8 +11,8 @@ import itertools
 import os
 import re
 import struct
-from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -27,8 +27,6 @@ from cufa2.device import DeviceInfo, info_for_arch
 from cufa2.kernels import C_TYPES, KERNELS, MASKS, SCORES, Kernel, Variant
 from cufa2.params import FORMATS, PARAMS, SIZES, WORK_ROWS
 from cufa2.problem import DTYPES, CompileError, Problem
-
-pytestmark = pytest.mark.xdist_group("builds")  # they share what they have compiled
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 REGISTERS = 65536  # 32-bit registers of a multiprocessor, on every architecture here
@@ -169,10 +167,15 @@ def build_named(name: str, arch: str, folder: Path) -> Cubin:
 
 
 @pytest.fixture(scope="module")
-def cubins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Futures of all builds that this run selects, one a core; NVRTC builds one at a time in a
-    process."""
+def cubin_of(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[tuple[str, Variant]], Cubin]]:
+    """Gives the cubin of a build. NVRTC builds one at a time in a process: where tests have no
+    processes of their own (pytest-xdist), all builds of this run are begun here, one a core."""
     folder = tmp_path_factory.mktemp("kernels")
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        yield lambda build: compiler.build(build[1], build[0], folder=folder)
+        return
     selected = [
         cast(tuple[str, Variant], item.callspec.params["build"])
         for item in request.session.items
@@ -181,15 +184,18 @@ def cubins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         and "build" in item.callspec.params
     ]
     with ProcessPoolExecutor(os.cpu_count() or 2, mp_context=get_context("spawn")) as pool:
-        yield {(arch, v): pool.submit(build_named, v.name, arch, folder) for arch, v in selected}
+        begun = {(arch, v): pool.submit(build_named, v.name, arch, folder) for arch, v in selected}
+        yield lambda build: begun[build].result()
         pool.shutdown(cancel_futures=True)
 
 
 @pytest.mark.parametrize("build", BUILDS, ids=IDS)
-def test_kernel(build: tuple[str, Variant], cubins: dict[Any, Future[Cubin]]) -> None:
+def test_kernel(
+    build: tuple[str, Variant], cubin_of: Callable[[tuple[str, Variant]], Cubin]
+) -> None:
     """Builds, spills nothing, keeps wgmma asynchronous, and fits the card it is for."""
     arch, variant = build
-    cubin, info, tile = cubins[build].result(), info_for_arch(arch), variant.tile
+    cubin, info, tile = cubin_of(build), info_for_arch(arch), variant.tile
     assert (cubin.name, cubin.arch) == (variant.name, arch)
     assert re.findall(r"Compiling entry function '(\w+)' for '(\w+)'", cubin.log) == [
         (variant.name, arch)

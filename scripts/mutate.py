@@ -1,0 +1,380 @@
+"""Small faults, one at a time: which of them do the CPU tests notice? Called by mutate.sh.
+
+Each mutant is a copy of the checkout with one piece of text replaced. The tests stop at their
+first failure; a mutant that passes them all is a missing test.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+CUDA, CUFA2 = "cuda_src/", "cufa2/"
+TESTS = ("tests/test_kernels.py", "tests/test_launch.py", "tests/test_plan.py")
+
+
+class Mutant(NamedTuple):
+    name: str
+    file: str
+    old: str  # stands in the file once
+    new: str
+
+
+MUTANTS = (
+    # Waits and barriers
+    Mutant(
+        "forward: K and V not waited for",
+        f"{CUDA}fwd_sm80.cuh",
+        "if (v_late) cp_async_wait<1>(); else cp_async_wait<0>();",
+        "if (v_late) cp_async_wait<1>(); else cp_async_wait<1>();",
+    ),
+    Mutant(
+        "forward: no barrier before K and V are read",
+        f"{CUDA}fwd_sm80.cuh",
+        "block_sync();  // this block's K and V are visible; the other buffer is free",
+        "",
+    ),
+    Mutant(
+        "forward: no barrier before the output takes the place of Q",
+        f"{CUDA}fwd_sm80.cuh",
+        "block_sync();  // every warp is done with Q, K and V",
+        "",
+    ),
+    Mutant(
+        "wide forward: one turn too few waited for",
+        f"{CUDA}fwd_wide_sm80.cuh",
+        "cp_async_wait<Tile::SLOTS - 2>();\n  block_sync();  // what",
+        "cp_async_wait<Tile::SLOTS - 1>();\n  block_sync();  // what",
+    ),
+    Mutant(
+        "wide forward: no barrier in a turn",
+        f"{CUDA}fwd_wide_sm80.cuh",
+        "block_sync();  // what has landed is visible to all; all are done with the turn before",
+        "",
+    ),
+    Mutant(
+        "wide forward: sides do not wait for each other",
+        f"{CUDA}tile/wide.cuh",
+        "  sync_sides<Tile>();\n#pragma unroll",
+        "#pragma unroll",
+    ),
+    Mutant(
+        "backward: the first block not waited for",
+        f"{CUDA}bwd_sm80.cuh",
+        "cp_async_wait<1>();\n  block_sync();  // the first block is visible",
+        "block_sync();  // the first block is visible",
+    ),
+    Mutant(
+        "backward: no barrier after a block",
+        f"{CUDA}bwd_sm80.cuh",
+        "block_sync();  // dS^T and the next block",
+        "// dS^T and the next block",
+    ),
+    Mutant(
+        "backward: P and dS read before all sides have written them",
+        f"{CUDA}bwd_sm80.cuh",
+        "group_sync(1 + thread_index() / 32 / Tile::kSides, 32 * Tile::kSides);",
+        "",
+    ),
+    Mutant(
+        "dq: no barrier before K and V are read",
+        f"{CUDA}bwd_dq_sm80.cuh",
+        "block_sync();  // this block's K and V are visible; the other buffer is free",
+        "",
+    ),
+    Mutant(
+        "wide backward: no barrier before a block",
+        f"{CUDA}bwd_wide_sm80.cuh",
+        "block_sync();  // this block's columns are visible; all are done with the block before",
+        "",
+    ),
+    Mutant(
+        "wide backward: lanes overwrite what others still read",
+        f"{CUDA}attn/wide_grad.cuh",
+        "warp_sync();  // the lanes have read the tile",
+        "",
+    ),
+    Mutant(
+        "walk: a step is written where it is still read",
+        f"{CUDA}attn/key_walk.cuh",
+        "frame.steps[(n + 3) % 8] = frame.next(frame.steps[(n + 2) % 8]);",
+        "frame.steps[(n + 1) % 8] = frame.next(frame.steps[(n + 2) % 8]);",
+    ),
+    # Masks
+    Mutant(
+        "mask: one key too many on the right",
+        f"{CUDA}attn/features.cuh",
+        "RIGHT ? min(i + last + 1, seqlen_k)",
+        "RIGHT ? min(i + last + 2, seqlen_k)",
+    ),
+    Mutant(
+        "mask: one key too few on the left",
+        f"{CUDA}attn/features.cuh",
+        "return {LEFT ? max(i + first, 0) : 0, RIGHT",
+        "return {LEFT ? max(i + first + 1, 0) : 0, RIGHT",
+    ),
+    Mutant(
+        "mask: a key that one row sees counts as seen by all",
+        f"{CUDA}attn/features.cuh",
+        "return {top.begin, bottom.end, bottom.begin, max(top.end, 0)};",
+        "return {top.begin, bottom.end, bottom.begin, max(bottom.end, 0)};",
+    ),
+    Mutant(
+        "mask: the last rows of a window are skipped",
+        f"{CUDA}attn/features.cuh",
+        "LEFT ? min(j - first + 1, seqlen_q) : seqlen_q",
+        "LEFT ? min(j - first, seqlen_q) : seqlen_q",
+    ),
+    Mutant(
+        "mask: keys past the end count as whole blocks",
+        f"{CUDA}attn/features.cuh",
+        "whole ? max(left.end, 0) : 0",
+        "max(left.end, 0)",
+    ),
+    Mutant(
+        "mask: causal of the other alignment",
+        f"{CUDA}attn/features.cuh",
+        "shift = p.top_left ? 0 : k - q;",
+        "shift = p.top_left ? k - q : 0;",
+    ),
+    Mutant(
+        "lengths of keys ignored",
+        f"{CUDA}attn/features.cuh",
+        "if (p.seqlens_k) k =",
+        "if (false) k =",
+    ),
+    Mutant(
+        "lengths taken from the neighbour",
+        f"{CUDA}attn/features.cuh",
+        "p.seqlens_q[batch * p.seqlens_q_stride]",
+        "p.seqlens_q[(batch ^ 1) * p.seqlens_q_stride]",
+    ),
+    # Softmax
+    Mutant(
+        "softmax: sums not rescaled",
+        f"{CUDA}attn/softmax.cuh",
+        "sum[r] *= factor[r];",
+        "",
+    ),
+    Mutant(
+        "softmax: stale maximum",
+        f"{CUDA}attn/softmax.cuh",
+        "reference[r] = rises ? top : reference[r];",
+        "reference[r] = reference[r] == -inf() ? top : reference[r];",
+    ),
+    Mutant(
+        "softmax: lse in the wrong base",
+        f"{CUDA}attn/softmax.cuh",
+        "fmaf(reference[r], kLn2, logf(l))",
+        "fmaf(reference[r], kLn2, logf(l) * kLog2E)",
+    ),
+    Mutant(
+        "softmax: rows without a key are not 0",
+        f"{CUDA}attn/softmax.cuh",
+        "inverse[r] = empty ? 0.0f : 1.0f / l;",
+        "inverse[r] = 1.0f / l;",
+    ),
+    Mutant(
+        "wide softmax: lse in the wrong base",
+        f"{CUDA}attn/wide.cuh",
+        "T(0.69314718055994531), log(l)",
+        "T(1), log(l)",
+    ),
+    # Tails, strides, heads
+    Mutant(
+        "loader: rows past the end are loaded",
+        f"{CUDA}tile/smem.cuh",
+        "row + n * kRowStep < rows_left;",
+        "row + n * kRowStep <= rows_left;",
+    ),
+    Mutant(
+        "loader: columns past the end are loaded",
+        f"{CUDA}tile/smem.cuh",
+        "(g * kLanes + chunk) * 8 < cols_left",
+        "(g * kLanes + chunk) * 8 <= cols_left",
+    ),
+    Mutant(
+        "forward: V of another head of the group",
+        f"{CUDA}fwd_wide_sm80.cuh",
+        "w.head / p.group * p.v_stride.head",
+        "w.head % p.num_heads / p.group * p.k_stride.head",
+    ),
+    Mutant(
+        "backward: one query head too many in a group",
+        f"{CUDA}attn/key_walk.cuh",
+        "return at.head < (work.head + 1) * p.group;",
+        "return at.head <= (work.head + 1) * p.group;",
+    ),
+    Mutant(
+        "work: tiles of the wrong batch entry",
+        f"{CUDA}attn/schedule.cuh",
+        "const Index batch = batch_head / num_heads;",
+        "const Index batch = batch_head / (num_heads + 1);",
+    ),
+    Mutant(
+        "delta: dlse added, not taken off",
+        f"{CUDA}bwd_delta.cuh",
+        "delta -= dlse[i * p.dlse_stride.row];",
+        "delta += dlse[i * p.dlse_stride.row];",
+    ),
+    Mutant(
+        "delta: dq not cleared before it is added up",
+        f"{CUDA}bwd_delta.cuh",
+        "if (p.dq_sum) clear_dq<T, Tile::kThreads>(p, batch, head, first);",
+        "",
+    ),
+    Mutant(
+        "delta: sums of dq not cleared",
+        f"{CUDA}bwd_delta.cuh",
+        "store_global_16(sum + 4 * c, {{0u, 0u, 0u, 0u}});",
+        "(void)sum;",
+    ),
+    Mutant(
+        "convert: dq without the scale",
+        f"{CUDA}bwd_convert.cuh",
+        "fmaf(__uint_as_float(lane[t].word[2 * h]), p.scale, 0.0f)",
+        "fmaf(__uint_as_float(lane[t].word[2 * h]), 1.0f, 0.0f)",
+    ),
+    Mutant(
+        "convert: rows past the real ones are not 0",
+        f"{CUDA}bwd_convert.cuh",
+        "out.word[t] = i < len.q ? pack2<T>(lo, hi) : 0u;",
+        "out.word[t] = i < len.q || i == 0 ? pack2<T>(lo, hi) : 0x3c003c00u;",
+    ),
+    Mutant(
+        "dq: rows past the real ones count",
+        f"{CUDA}bwd_dq_sm80.cuh",
+        "const bool real = work.q_begin + n < frame.len.q;",
+        "const bool real = work.q_begin + n <= frame.len.q;",
+    ),
+    Mutant(
+        "softcap: gradient left out",
+        f"{CUDA}bwd_dq_sm80.cuh",
+        "if constexpr (!Score::kIdentity) x *= score.grad(logit);",
+        "",
+    ),
+    # Operands
+    Mutant(
+        "TF32: small terms left out",
+        f"{CUDA}prim/wide_mma.cuh",
+        "mma_m16n8k8(fresh, a[0].hi, b[0].lo);",
+        "",
+    ),
+    # The host
+    Mutant(
+        "params: strides of k and v swapped",
+        f"{CUFA2}params.py",
+        "batch, row, head, _ = view.strides\n",
+        'batch, row, head, _ = (views["k"] if name == "v" else view).strides\n',
+    ),
+    Mutant(
+        "params: a negative scale loses its sign",
+        f"{CUFA2}params.py",
+        "sign = math.copysign(1.0, p.softmax_scale) if scale >= 2.0**-126 else 0.0",
+        "sign = 1.0 if scale >= 2.0**-126 else 0.0",
+    ),
+    Mutant(
+        "params: log2(e) forgotten",
+        f"{CUFA2}params.py",
+        '"exact_scale_log2": exponent * _LOG2_E,\n        "q_sign"',
+        '"exact_scale_log2": exponent,\n        "q_sign"',
+    ),
+    Mutant(
+        "launch: a tile too few",
+        f"{CUFA2}kernels.py",
+        "return p.batch * p.num_heads * -(-p.seqlen_q // tile.block_q)",
+        "return p.batch * p.num_heads * max(1, p.seqlen_q // tile.block_q)",
+    ),
+    Mutant(
+        "launch: outputs not copied back",
+        f"{CUFA2}launch.py",
+        "arrays.copy_out(known[name], work[name])",
+        "pass",
+    ),
+    Mutant(
+        "launch: work memory one tile too small",
+        f"{CUFA2}params.py",
+        "return -(-p.seqlen_q // WORK_ROWS) * WORK_ROWS",
+        "return max(1, p.seqlen_q // WORK_ROWS) * WORK_ROWS",
+    ),
+    Mutant(
+        "copies: padding columns not cleared",
+        f"{CUFA2}arrays.py",
+        "target[..., d:] = 0",
+        "pass",
+    ),
+    Mutant(
+        "arrays: misaligned rows are taken in place",
+        f"{CUFA2}arrays.py",
+        "source.pointer % 16 == 0\n",
+        "source.pointer % 4 == 0\n",
+    ),
+    Mutant(
+        "plan: causal of a window's left side",
+        f"{CUFA2}plan.py",
+        'return "full" if window_right is None else "causal"',
+        'return "full"',
+    ),
+)
+
+
+def run(mutant: Mutant, workers: int) -> tuple[bool, float, str]:
+    """Whether the tests fail on it, how long they took, and the test that noticed."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "tree"
+        shutil.copytree(
+            ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__", "results", "*.npz")
+        )
+        shutil.copytree(ROOT / "tests" / "data", copy / "tests" / "data", dirs_exist_ok=True)
+        path = copy / mutant.file
+        text = path.read_text()
+        if text.count(mutant.old) != 1:
+            raise SystemExit(f"{mutant.name}: {mutant.file} has not the one line it changes")
+        path.write_text(text.replace(mutant.old, mutant.new))
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+        command += ["-n", str(workers), "--dist", "worksteal", *TESTS]
+        environment = {**os.environ, "PYTHONPATH": str(copy), "CUFA2_EMULATOR": "required"}
+        start = time.monotonic()
+        ran = subprocess.run(
+            command, cwd=copy, env=environment, capture_output=True, text=True, check=False
+        )
+        seconds = time.monotonic() - start
+    if ran.returncode not in (0, 1, 2):
+        raise SystemExit(
+            f"{mutant.name}: pytest ended with {ran.returncode}\n{ran.stdout[-2000:]}"
+        )
+    failed = [line for line in ran.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return ran.returncode != 0, seconds, failed[0].split(" - ")[0] if failed else ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="mutate.sh", description=__doc__)
+    parser.add_argument("--only", default="*", help="names to run, as a shell pattern")
+    parser.add_argument("--list", action="store_true", help="print the mutants and stop")
+    options = parser.parse_args()
+    chosen = [m for m in MUTANTS if fnmatch.fnmatch(m.name, options.only)]
+    if options.list:
+        print("\n".join(f"{m.file}: {m.name}" for m in chosen))
+        return
+    survivors = []
+    for n, mutant in enumerate(chosen, 1):
+        killed, seconds, by = run(mutant, os.cpu_count() or 1)
+        said = f"killed by {by}" if killed else "SURVIVES"
+        print(f"[{n}/{len(chosen)}] {seconds:5.0f} s  {mutant.name}: {said}", flush=True)
+        survivors += [] if killed else [mutant.name]
+    print(f"killed {len(chosen) - len(survivors)} of {len(chosen)}")
+    if survivors:
+        raise SystemExit("survivors, each a missing test:\n  " + "\n  ".join(survivors))
+
+
+if __name__ == "__main__":
+    main()
