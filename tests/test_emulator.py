@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -97,6 +99,31 @@ WRONG = {
         "cp.async in flight|is still to write|with no barrier",
     ),
 }
+
+
+def declared(path: Path) -> set[str]:
+    """Functions and structs of a header, with the types of what they take."""
+    text = re.sub(r"//.*", "", path.read_text())
+    functions = re.findall(r"CUFA2_DEVICE [\w ]+? (\w+)\(([^)]*(?:\([^)]*\)[^)]*)*)\) ?\{", text)
+    kinds = {
+        name: ", ".join(
+            re.sub(r" ?\b\w+$| = .*$", "", " ".join(p.split()).split(" =")[0])
+            for p in taken.split(",")
+        )
+        for name, taken in functions
+    }
+    structs = re.findall(r"^struct (?:alignas\(\d+\) )?(\w+ \{.*\});", text, re.MULTILINE)
+    return {f"{name}({kind})" for name, kind in kinds.items()} | set(structs)
+
+
+def test_each_header_with_ptx_has_its_twin() -> None:
+    """With the same functions. What has none is compiled as it is."""
+    real = {p.name: p for p in (compiler.source_dir() / "prim").glob("*.cuh")}
+    twins = {p.name: p for p in (build.HERE / "prim").glob("*.cuh")}
+    assert {n for n, p in real.items() if re.search(r"\basm\b", p.read_text())} == twins.keys()
+    for name, twin in twins.items():
+        assert declared(real[name]), name
+        assert declared(real[name]) == declared(twin), name
 
 
 def run(body: str, seed: int) -> np.ndarray[Any, Any]:

@@ -39,7 +39,8 @@ enum class Access { kRead, kWrite, kStart, kAtomic };  // kStart: of a copy that
 
 class Shadow {
  public:
-  // ordered_before: memory that a block finds was written by its past, not by other blocks.
+  // fresh: every block of a launch finds it unwritten, as shared memory is. What is not fresh
+  // is global: what other blocks of the launch wrote nobody may count on.
   Shadow(std::size_t bytes, int unit, bool fresh)
       : unit_(unit), fresh_(fresh), cells_((bytes + unit - 1) / unit) {}
 
@@ -73,7 +74,9 @@ class Shadow {
       cell.stamp = stamp;
       crowds_.erase(i);
     }
-    if (cell.in_flight) return of_thread("that a cp.async of thread %d is still to write", cell.writer);
+    if (cell.in_flight) {
+      return of_thread("that a cp.async of thread %d is still to write", cell.writer);
+    }
     const bool before = cell.write_clock <= seen(current, cell.writer);
     const bool both = access == Access::kAtomic && cell.atomic;
     if (cell.written && cell.writer != current && !before && !both) {
@@ -319,7 +322,9 @@ std::string describe(const void* address) {
   std::uintptr_t least = ~std::uintptr_t(0);
   for (const auto& region : regions) {
     for (const auto& array : region.arrays) {
-      const auto away = at < array.begin ? array.begin - at : at >= array.end ? at - array.end + 1 : 0;
+      const auto away = at < array.begin  ? array.begin - at
+                        : at >= array.end ? at - array.end + 1
+                                          : 0;
       if (away < least) least = away, best = &array;
     }
   }
@@ -355,7 +360,9 @@ unsigned char* static_shared(const char* name, u32 alignment, u32 bytes) {
 
 u32 shared_address(const void* pointer) {
   const auto at = static_cast<const unsigned char*>(pointer) - shared_memory;
-  if (at < 0 || at > static_cast<long>(sizeof shared_memory)) fail("shared_address of %p", pointer);
+  if (at < 0 || at > static_cast<long>(sizeof shared_memory)) {
+    fail("shared_address of %p, which is not in shared memory", pointer);
+  }
   return kSharedBase + static_cast<u32>(at);
 }
 

@@ -61,7 +61,9 @@ void multiply_halves(const Operands<std::uint32_t, float>* in, Four<float>* out)
       for (int i = 0; i < 4; ++i) {
         a[g + 8 * (i % 2)][2 * t + 8 * (i / 2) + half] = widen(x.a[i] >> 16 * half & 0xffffu);
       }
-      for (int i = 0; i < 2; ++i) b[g][2 * t + 8 * i + half] = widen(x.b[i] >> 16 * half & 0xffffu);
+      for (int i = 0; i < 2; ++i) {
+        b[g][2 * t + 8 * i + half] = widen(x.b[i] >> 16 * half & 0xffffu);
+      }
     }
   });
 }

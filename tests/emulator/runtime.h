@@ -40,8 +40,8 @@ inline void collective(const char* operation, const In& in, Out& out,
       reinterpret_cast<void (*)()>(function));
 }
 
-// What `extern __shared__` and `__shared__` variables become: bytes that the compiler knows nothing
-// of, so that it checks each access.
+// What `extern __shared__` and `__shared__` variables become: bytes that the compiler knows
+// nothing of, so that it checks each access.
 unsigned char* dynamic_shared(std::uint32_t alignment);
 unsigned char* static_shared(const char* name, std::uint32_t alignment, std::uint32_t bytes);
 

@@ -69,7 +69,8 @@ std::vector<void*> shown_stack;
 __attribute__((noinline)) std::vector<void*> stack_here() {
   std::vector<void*> found;
   auto frame = reinterpret_cast<std::uintptr_t>(__builtin_frame_address(0));
-  while (frame >= stack_begin && frame + 16 <= stack_end && frame % 8 == 0 && found.size() < kDepth) {
+  while (frame >= stack_begin && frame + 16 <= stack_end && frame % 8 == 0 &&
+         found.size() < kDepth) {
     void* const* at = reinterpret_cast<void* const*>(frame);
     found.push_back(at[1]);
     const auto next = reinterpret_cast<std::uintptr_t>(at[0]);

@@ -34,7 +34,9 @@ CUFA2_DEVICE u32 load_shared_4(u32 shared) {
   emulator::read_shared(shared, &word, 4);
   return word;
 }
-CUFA2_DEVICE void store_shared_4(u32 shared, u32 word) { emulator::write_shared(shared, &word, 4); }
+CUFA2_DEVICE void store_shared_4(u32 shared, u32 word) {
+  emulator::write_shared(shared, &word, 4);
+}
 
 CUFA2_DEVICE void ldmatrix_x4(u32 (&r)[4], u32 shared) { emulator::load_matrices(r, shared); }
 CUFA2_DEVICE void ldmatrix_x4_trans(u32 (&r)[4], u32 shared) {
