@@ -105,15 +105,18 @@ def declared(path: Path) -> set[str]:
     """Functions and structs of a header, with the types of what they take."""
     text = re.sub(r"//.*", "", path.read_text())
     functions = re.findall(r"CUFA2_DEVICE [\w ]+? (\w+)\(([^)]*(?:\([^)]*\)[^)]*)*)\) ?\{", text)
-    kinds = {
-        name: ", ".join(
-            re.sub(r" ?\b\w+$| = .*$", "", " ".join(p.split()).split(" =")[0])
-            for p in taken.split(",")
+    kinds = [
+        (
+            name,
+            ", ".join(
+                re.sub(r" ?\b\w+$", "", " ".join(p.split()).split(" =")[0])
+                for p in taken.split(",")
+            ),
         )
         for name, taken in functions
-    }
+    ]
     structs = re.findall(r"^struct (?:alignas\(\d+\) )?(\w+ \{.*\});", text, re.MULTILINE)
-    return {f"{name}({kind})" for name, kind in kinds.items()} | set(structs)
+    return {f"{name}({kind})" for name, kind in kinds} | set(structs)
 
 
 def test_each_header_with_ptx_has_its_twin() -> None:
