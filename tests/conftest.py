@@ -1,4 +1,7 @@
-"""Fixtures of the GPU tests. Frameworks are imported by the tests that use them, never before."""
+"""Fixtures of the tests of kernels, on a GPU and emulated.
+
+Frameworks are imported by the tests that use them, never before.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,8 @@ def cp(request: pytest.FixtureRequest) -> Any:
 def _errors_show_where_they_happen(request: pytest.FixtureRequest) -> Iterator[None]:
     """Wait for the card after each GPU test, so that a fault shows where it arose."""
     yield
-    if request.node.get_closest_marker("gpu") and "cp" in request.fixturenames:
+    on_card = {"cp", "card"} & set(request.fixturenames)
+    if request.node.get_closest_marker("gpu") and on_card:
         device.cupy().cuda.Device().synchronize()
 
 

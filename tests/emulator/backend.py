@@ -23,7 +23,6 @@ import numpy as np
 from cufa2 import arrays, device, launch, plan
 from cufa2.arrays import ArrayView
 from cufa2.attention import FlashAttention2
-from cufa2.kernels import Variant
 from cufa2.launch import KernelRecord, Loaded, Scratch
 from cufa2.problem import Options, Problem
 
@@ -31,6 +30,10 @@ from . import build
 
 _READABLE, _WRITABLE, _RESULT = 1, 2, 4
 _MESSAGE_BYTES, _STACK_DEPTH = 1 << 16, 64
+_STREAM: Any = SimpleNamespace(
+    stream=None
+)  # the place of all calls, as far as launches look at it
+_seeds = itertools.count()
 
 
 class EmulatorError(AssertionError):
@@ -113,32 +116,22 @@ class HostScratch(Scratch):
 
 
 class Emulated(FlashAttention2):
-    """The launcher on an emulated GPU: takes NumPy arrays, runs the kernels of `arch`.
-
-    seed: of the order in which threads run; each launch draws one of its own from it.
-    kernel: the row of KERNELS that must do its stage; None: the first that can.
-    """
+    """The launcher on an emulated GPU of `arch`: takes NumPy arrays. Each launch draws the order
+    in which threads run from a seed of its own."""
 
     arch: str
-    kernel: str | None
-    seeds: Iterator[int]
-
-    @classmethod
-    def make(
-        cls, arch: str = "sm_90a", seed: int = 0, kernel: str | None = None, **options: Any
-    ) -> Emulated:
-        self = cls.__new__(cls)
-        self._setup(Options.make(**options))
-        self.arch, self.kernel, self.seeds = arch, kernel, itertools.count(1000 * seed)
-        return self
 
     def _loaded(self, problem: Problem) -> list[Loaded]:
         info = device.info_for_arch(self.arch)
-        chosen = plan.choose(problem, info, self.kernel).variants
-        return [replace(load(v, self.arch), function=self._function(v)) for v in chosen]
-
-    def _function(self, variant: Variant) -> Function:
-        return Function(variant.name, build.library(variant, self.arch), self.seeds)
+        return [
+            Loaded(
+                Function(v.name, build.library(v, self.arch), _seeds),
+                v,
+                KernelRecord(v.name, 0, v.smem_bytes),
+                info,
+            )
+            for v in plan.choose(problem, info).variants
+        ]
 
     def _run_forward(
         self, problem: Problem, call: Any, o: ArrayView, lse: ArrayView | None, at: Any
@@ -150,7 +143,7 @@ class Emulated(FlashAttention2):
         loaded = replace(
             kernel, function=_registering(kernel.function, views, ("o", "lse"), scratch)
         )
-        launch.forward(loaded, problem, views, at_host(at), scratch)
+        launch.forward(loaded, problem, views, _STREAM, scratch)
         check_written(loaded.variant.name)
 
     def _run_backward(self, problem: Problem, kernels: list[Loaded], call: Any, at: Any) -> None:
@@ -161,19 +154,8 @@ class Emulated(FlashAttention2):
         loaded = self._loaded(problem)
         first = _registering(loaded[0].function, views, written, scratch)
         loaded[0] = replace(loaded[0], function=first)
-        launch.backward(loaded, problem, views, at_host(at), scratch)
+        launch.backward(loaded, problem, views, _STREAM, scratch)
         check_written(loaded[0].variant.name)
-
-
-def at_host(at: Any) -> Any:
-    """A place with a stream, which nobody looks at."""
-    return SimpleNamespace(kind="cpu", index=0, stream=None) if at is not None else at
-
-
-@functools.cache
-def load(variant: Variant, arch: str) -> Loaded:
-    record = KernelRecord(variant.name, 0, variant.smem_bytes)
-    return Loaded(None, variant, record, device.info_for_arch(arch))
 
 
 def _registering(
@@ -241,13 +223,10 @@ def register(known: list[Any]) -> None:
         )
 
 
-_seeds = itertools.count()
-
-
 @functools.cache
 def launcher_for(arch: str, options: Options) -> Emulated:
     """What stands for `cufa2.attention.launcher` where calls run on the emulated card."""
     self = Emulated.__new__(Emulated)
     self._setup(options)
-    self.arch, self.kernel, self.seeds = arch, None, _seeds
+    self.arch = arch
     return self

@@ -82,20 +82,7 @@ def _value(x: Any) -> Any:
     return x.__array_interface__["data"][0] if isinstance(x, np.ndarray) else x
 
 
-class _Stream(SimpleNamespace):
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *error: object) -> None: ...
-
-
-_CUDA = SimpleNamespace(
-    Device=lambda index=0: SimpleNamespace(synchronize=lambda: None),
-    Stream=_Stream,
-)
-_FROM_NUMPY = (
-    *("arange", "array", "asarray", "ascontiguousarray", "broadcast_to", "empty", "flip", "full"),
-    *("isfinite", "isnan", "ones", "repeat", "stack", "where", "zeros", "zeros_like"),
-)
+_FROM_NUMPY = ("asarray", "ascontiguousarray", "empty", "ones", "stack", "zeros")
 
 
 def _wrapped(function: Any) -> Any:
@@ -113,8 +100,6 @@ class _Module:
 
 array_module = _Module(
     **{name: _wrapped(getattr(np, name)) for name in _FROM_NUMPY},
-    cuda=_CUDA,
-    ndarray=HostArray,
     RawModule=RawModule,
     get_default_memory_pool=lambda: SimpleNamespace(free_all_blocks=lambda: None),
 )

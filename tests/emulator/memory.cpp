@@ -3,7 +3,6 @@
 //
 // Kernels are compiled with -fsanitize=kernel-address and -fsanitize=undefined, whose calls end up
 // here. What the primitives read and write by themselves comes through runtime.h.
-#include <dlfcn.h>
 #include <link.h>
 
 #include <algorithm>
