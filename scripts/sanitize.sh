@@ -25,8 +25,10 @@ sanitizer=$(PATH=$PATH:${CUDA_HOME:-/usr/local/cuda}/bin command -v compute-sani
     die "compute-sanitizer is not on the path nor under CUDA_HOME; it is part of the CUDA toolkit"
 python=$(find_python)
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-log=$(mktemp)
-trap 'rm -f "$log"' EXIT
+logs=$(mktemp -d)
+trap 'kill $(jobs -p) 2> /dev/null || true; rm -rf "$logs"' EXIT
+# The tool patches kernels on the CPU, which takes longer than running them: a process a core.
+parts=$(($(nproc) < 16 ? $(nproc) : 16))
 
 say "without the sanitizer: results, and kernels into the cache"
 "$python" scripts/sanitize_cases.py --jobs "$(nproc)" "$@"
@@ -41,10 +43,26 @@ for tool in "${tools[@]}"; do
         racecheck) cases+=(--few) ;;
         initcheck) cases+=(--no-poison) ;; # which would count as initialised
     esac
-    say "compute-sanitizer ${options[*]}"
-    "$sanitizer" "${options[@]}" "$python" scripts/sanitize_cases.py "${cases[@]}" "$@" | tee "$log"
-    # A hazard that is only a warning leaves the exit status as it is.
-    [[ $tool != racecheck ]] || grep -q "RACECHECK SUMMARY: 0 hazards" "$log" ||
-        die "racecheck reports hazards, see above"
+    say "compute-sanitizer ${options[*]}, $parts processes"
+    pids=()
+    for ((i = 1; i <= parts; ++i)); do
+        "$sanitizer" "${options[@]}" "$python" scripts/sanitize_cases.py --part "$i/$parts" \
+            "${cases[@]}" "$@" &> "$logs/$i" &
+        pids+=($!)
+    done
+    failed=()
+    for ((i = 1; i <= parts; ++i)); do
+        status=0
+        wait "${pids[i - 1]}" || status=$?
+        tail -n 2 "$logs/$i" | sed "s|^|$i/$parts: |"
+        # A hazard that is only a warning leaves the exit status as it is.
+        [[ $tool != racecheck ]] || grep -q "RACECHECK SUMMARY: 0 hazards" "$logs/$i" || status=99
+        ((status == 0)) || failed+=("$i")
+    done
+    for i in "${failed[@]}"; do
+        say "$tool, part $i/$parts"
+        cat "$logs/$i"
+    done
+    ((${#failed[@]} == 0)) || die "$tool reports errors, or results are wrong, see above"
 done
 say "clean: ${tools[*]}"
