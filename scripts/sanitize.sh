@@ -31,7 +31,9 @@ trap 'kill $(jobs -p) 2> /dev/null || true; rm -rf "$logs"' EXIT
 parts=$(($(nproc) < 16 ? $(nproc) : 16))
 
 say "without the sanitizer: results, and kernels into the cache"
-"$python" scripts/sanitize_cases.py --jobs "$(nproc)" "$@"
+first=()
+[[ ${tools[*]} != racecheck ]] || first+=(--few)
+"$python" scripts/sanitize_cases.py --jobs "$(nproc)" "${first[@]}" "$@"
 
 for tool in "${tools[@]}"; do
     # Libraries probe the driver with calls that may fail: only what kernels do is looked at.

@@ -131,7 +131,7 @@ def test_each_header_with_ptx_has_its_twin() -> None:
 
 def run(body: str, seed: int) -> np.ndarray[Any, Any]:
     """The output of a kernel with this body, in one block of 64 threads."""
-    text = compiler.flatten("unit.cuh", (build.HERE,))
+    text = compiler.flatten("unit.cuh", (build.HERE, build.HERE / "unit"))
     path = build.kernel(f'{text}\n#line 1 "body"\n{HEAD}{body}}}\n', "unit", "Params", "sm_90a")
     data = np.arange(256, dtype=np.uint32)
     out = np.full(64, 0xFFFFFFFF, np.uint32)

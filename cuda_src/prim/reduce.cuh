@@ -41,7 +41,8 @@ CUFA2_DEVICE double power_of_2(double x) {
   y = fma(y, f, 0x1.ebfbdff82c598p-3);
   y = fma(y, f, 0x1.62e42fefa39f3p-1);
   y = fma(y, f, 1.0);
-  const double scale = __hiloint2double((__double2loint(shifted) + 1023) << 20, 0);
+  const u32 exponent = static_cast<u32>(__double2loint(shifted)) + 1023u;
+  const double scale = __hiloint2double(static_cast<int>(exponent << 20), 0);
   return shifted < kShift - 1022 ? 0.0 : y * scale;
 }
 CUFA2_DEVICE float power_of_2(float x) { return exp2_approx(x); }

@@ -22,6 +22,11 @@ using std::tanh;
 template <class T> inline T min(T a, T b) { return b < a ? b : a; }
 template <class T> inline T max(T a, T b) { return a < b ? b : a; }
 
+// The zero of fmaxf(0, -0) is the positive one.
+inline float fmaxf(float a, float b) {
+  return a == b && std::signbit(a) ? b : std::fmax(a, b);
+}
+
 template <class To, class From> inline To same_bits(From from) {
   static_assert(sizeof(To) == sizeof(From), "bits are kept");
   To to;

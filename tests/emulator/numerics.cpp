@@ -1,5 +1,6 @@
 #include "numerics.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -15,20 +16,59 @@ template <class To, class From> To bits_of(From from) {
   return to;
 }
 
-float cut(double x) {  // toward zero
+// Toward zero, which is never the negative one; infinity from 2^128 on.
+float cut(double x) {
   float f = static_cast<float>(x);
-  if (std::fabs(static_cast<double>(f)) > std::fabs(x)) f = std::nextafterf(f, 0.0f);
-  return f;
+  const double magnitude = std::fabs(x);
+  if (magnitude < 0x1p128 && std::fabs(static_cast<double>(f)) > magnitude) {
+    f = std::nextafterf(f, 0.0f);
+  }
+  return f == 0 ? 0 : f;
 }
 
-// What a tensor core sees of a TF32 operand.
-float cut_to_tf32(std::uint32_t bits) { return bits_of<float>(bits & 0xffffe000u); }
+double power_of_2(int exponent) {
+  return bits_of<double>(static_cast<std::uint64_t>(exponent + 1023) << 52);
+}
 
-// One element of D. Products of 16-bit floats and of TF32 are exact.
-template <int K> float dot(const float* a, const float* b, float sum) {
-  double total = 0;
-  for (int k = 0; k < K; ++k) total += static_cast<double>(a[k]) * b[k];
-  return cut(total + sum);
+constexpr std::uint32_t kNan = 0x7fffffff;  // what float instructions make of any NaN
+constexpr int kNone = -10000;  // exponent of zero
+
+// An operand of a tensor core. SMALLEST: the exponent that subnormal numbers have.
+struct Number { float x; int exponent; };
+template <int SMALLEST> Number number(float x) {
+  if (x == 0 || !std::isfinite(x)) return {x, kNone};
+  const int exponent = static_cast<int>(bits_of<std::uint32_t>(x) >> 23 & 0xff) - 127;
+  return {x, exponent < SMALLEST ? SMALLEST : exponent};
+}
+Number number_of_fp16(std::uint32_t bits) { return number<-14>(from_fp16(bits)); }
+Number number_of_bf16(std::uint32_t bits) { return number<-126>(from_bf16(bits)); }
+// A tensor core sees no more of a TF32 operand.
+Number number_of_tf32(std::uint32_t bits) { return number<-126>(bits_of<float>(bits & 0xffffe000u)); }
+
+// One element of D on Hopper, found by fitting what an H200 returns, to the last bit. Products are
+// exact. They and the old element are aligned to the largest exponent among them (that of a
+// product is the sum of its operands', whatever their significands), cut toward zero 25 places
+// behind its point, added exactly, and the sum is cut to a float.
+template <int K> float dot(const Number* a, const Number* b, float sum) {
+  constexpr int kPlaces = 25;
+  double product[K];
+  bool finite = std::isfinite(sum);
+  int largest = number<-126>(sum).exponent;
+  for (int k = 0; k < K; ++k) {
+    product[k] = static_cast<double>(a[k].x) * b[k].x;
+    finite &= std::isfinite(product[k]);
+    if (product[k] != 0) largest = std::max(largest, a[k].exponent + b[k].exponent);
+  }
+  if (!finite) {
+    double total = sum;
+    for (double p : product) total += p;
+    return total == total ? static_cast<float>(total) : bits_of<float>(kNan);
+  }
+  if (largest <= kNone) return 0;
+  const double scale = power_of_2(kPlaces - largest);
+  auto total = static_cast<std::int64_t>(sum * scale);
+  for (double p : product) total += static_cast<std::int64_t>(p * scale);
+  return cut(static_cast<double>(total) * power_of_2(largest - kPlaces));
 }
 template <int K> double dot(const double* a, const double* b, double sum) {
   for (int k = 0; k < K; ++k) sum = std::fma(a[k], b[k], sum);
@@ -43,9 +83,9 @@ template <class Sum> struct Four { Sum at[4]; };
 
 // D (16 x 8) += A (16 x K) B (K x 8): `place` puts a lane's fragments into rows of A and columns
 // of B.
-template <int K, class Element, class Sum, class Place>
+template <int K, class Factor, class Element, class Sum, class Place>
 void multiply(const Operands<Element, Sum>* in, Four<Sum>* out, Place place) {
-  Sum a[16][K], b[8][K];
+  Factor a[16][K], b[8][K];
   for (int lane = 0; lane < 32; ++lane) place(in[lane], lane / 4, lane % 4, a, b);
   for (int lane = 0; lane < 32; ++lane)
     for (int e = 0; e < 4; ++e) {
@@ -54,9 +94,9 @@ void multiply(const Operands<Element, Sum>* in, Four<Sum>* out, Place place) {
     }
 }
 
-template <float (*widen)(std::uint32_t)>
+template <Number (*widen)(std::uint32_t)>
 void multiply_halves(const Operands<std::uint32_t, float>* in, Four<float>* out) {
-  multiply<16>(in, out, [](const auto& x, int g, int t, auto& a, auto& b) {
+  multiply<16, Number>(in, out, [](const auto& x, int g, int t, auto& a, auto& b) {
     for (int half = 0; half < 2; ++half) {
       for (int i = 0; i < 4; ++i) {
         a[g + 8 * (i % 2)][2 * t + 8 * (i / 2) + half] = widen(x.a[i] >> 16 * half & 0xffffu);
@@ -68,9 +108,9 @@ void multiply_halves(const Operands<std::uint32_t, float>* in, Four<float>* out)
   });
 }
 
-template <class Element, class Sum, Sum (*widen)(Element)>
+template <class Factor, class Element, class Sum, Factor (*widen)(Element)>
 void multiply_wide(const Operands<Element, Sum>* in, Four<Sum>* out) {
-  multiply<8>(in, out, [](const auto& x, int g, int t, auto& a, auto& b) {
+  multiply<8, Factor>(in, out, [](const auto& x, int g, int t, auto& a, auto& b) {
     for (int i = 0; i < 4; ++i) a[g + 8 * (i % 2)][t + 4 * (i / 2)] = widen(x.a[i]);
     for (int i = 0; i < 2; ++i) b[g][t + 4 * i] = widen(x.b[i]);
   });
@@ -92,7 +132,9 @@ void add_product(const char* name, Sum (&d)[4], const Element (&a)[4], const Ele
 
 }  // namespace
 
-std::uint16_t to_fp16(float x) { return bits_of<std::uint16_t>(static_cast<_Float16>(x)); }
+std::uint16_t to_fp16(float x) {
+  return x == x ? bits_of<std::uint16_t>(static_cast<_Float16>(x)) : 0x7fff;
+}
 
 std::uint16_t to_bf16(float x) {
   const auto bits = bits_of<std::uint32_t>(x);
@@ -101,35 +143,39 @@ std::uint16_t to_bf16(float x) {
 }
 
 float from_fp16(std::uint32_t bits) {
-  return static_cast<float>(bits_of<_Float16>(static_cast<std::uint16_t>(bits)));
+  const auto x = static_cast<float>(bits_of<_Float16>(static_cast<std::uint16_t>(bits)));
+  return x == x ? x : bits_of<float>(kNan);
 }
 
 float from_bf16(std::uint32_t bits) { return bits_of<float>(bits << 16); }
 
 std::uint32_t to_tf32(float x) {
   const auto bits = bits_of<std::uint32_t>(x);
-  if (!std::isfinite(x)) return x != x ? 0x7fffffffu : bits;
+  if (!std::isfinite(x)) return x != x ? 0x7fffe000u : bits;
   return (bits + 0xfffu + (bits >> 13 & 1)) & 0xffffe000u;
 }
 
-float exp2_approx(float x) {
-  const float y = std::exp2(x);
-  return y < 0x1p-126f ? 0.0f : y;
-}
+namespace {
+// Subnormal numbers become zeros of their sign.
+float flushed(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
+}  // namespace
 
-float reciprocal_approx(float x) { return 1.0f / x; }
+float exp2_approx(float x) { return x == x ? flushed(std::exp2(x)) : bits_of<float>(kNan); }
+float reciprocal_approx(float x) {
+  return x == x ? flushed(1.0f / flushed(x)) : bits_of<float>(kNan);
+}
 
 void add_product_of_fp16(float (&d)[4], const std::uint32_t (&a)[4], const std::uint32_t (&b)[2]) {
-  add_product("product of fp16", d, a, b, multiply_halves<from_fp16>);
+  add_product("product of fp16", d, a, b, multiply_halves<number_of_fp16>);
 }
 void add_product_of_bf16(float (&d)[4], const std::uint32_t (&a)[4], const std::uint32_t (&b)[2]) {
-  add_product("product of bf16", d, a, b, multiply_halves<from_bf16>);
+  add_product("product of bf16", d, a, b, multiply_halves<number_of_bf16>);
 }
 void add_product_of_tf32(float (&d)[4], const std::uint32_t (&a)[4], const std::uint32_t (&b)[2]) {
-  add_product("product of TF32", d, a, b, multiply_wide<std::uint32_t, float, cut_to_tf32>);
+  add_product("product of TF32", d, a, b, multiply_wide<Number, std::uint32_t, float, number_of_tf32>);
 }
 void add_product_of_float64(double (&d)[4], const double (&a)[4], const double (&b)[2]) {
-  add_product("product of float64", d, a, b, multiply_wide<double, double, as_it_is>);
+  add_product("product of float64", d, a, b, multiply_wide<double, double, double, as_it_is>);
 }
 
 }  // namespace emulator

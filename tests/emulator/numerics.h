@@ -1,4 +1,5 @@
-// Arithmetic of the hardware, where it is not that of the host.
+// Arithmetic of the hardware, where it is not that of the host: of a Hopper card, whichever is
+// emulated. tests/test_primitives.py holds it to what an H200 returns.
 #pragma once
 #include <cstdint>
 
