@@ -19,7 +19,9 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 CUDA, CUFA2 = "cuda_src/", "cufa2/"
-TESTS = ("tests/test_kernels.py", "tests/test_launch.py", "tests/test_plan.py")
+KERNELS = ("tests/test_kernels.py",)
+HOST = ("tests/test_launch.py", "tests/test_plan.py", "tests/test_arrays.py")
+BACKWARD = ("bwd_", "attn/key_walk", "attn/query_walk", "attn/grad_q", "attn/wide_grad")
 
 
 class Mutant(NamedTuple):
@@ -157,6 +159,25 @@ MUTANTS = (
         f"{CUDA}attn/features.cuh",
         "p.seqlens_q[batch * p.seqlens_q_stride]",
         "p.seqlens_q[(batch ^ 1) * p.seqlens_q_stride]",
+    ),
+    # Offsets
+    Mutant(
+        "forward: 32-bit offsets of rows of o",
+        f"{CUDA}fwd_sm80.cuh",
+        "store_global_16(out + i * p.o_stride.row +",
+        "store_global_16(out + static_cast<int>(i * p.o_stride.row) +",
+    ),
+    Mutant(
+        "wide forward: 32-bit offsets of rows of o",
+        f"{CUDA}fwd_wide_sm80.cuh",
+        "(out + i * p.o_stride.row +",
+        "(out + static_cast<int>(i * p.o_stride.row) +",
+    ),
+    Mutant(
+        "delta: 32-bit offsets of rows of do",
+        f"{CUDA}bwd_delta.cuh",
+        "load_global_16(grad_o + i * p.grad_o_stride.row +",
+        "load_global_16(grad_o + static_cast<int>(i * p.grad_o_stride.row) +",
     ),
     # Softmax
     Mutant(
@@ -307,6 +328,12 @@ MUTANTS = (
         "return max(1, p.seqlen_q // WORK_ROWS) * WORK_ROWS",
     ),
     Mutant(
+        "launch: a buffer is kept while a larger one is taken",
+        f"{CUFA2}launch.py",
+        "self._buffer = None  # returned to the pool before the larger one is taken from it",
+        "pass",
+    ),
+    Mutant(
         "copies: padding columns not cleared",
         f"{CUFA2}arrays.py",
         "target[..., d:] = 0",
@@ -327,36 +354,58 @@ MUTANTS = (
 )
 
 
-def run(mutant: Mutant, workers: int) -> tuple[bool, float, str]:
-    """Whether the tests fail on it, how long they took, and the test that noticed."""
+def tests_of(mutant: Mutant) -> list[tuple[str, ...]]:
+    """Arguments of pytest, run by run: those likely to notice first, then the rest."""
+    if mutant.file.startswith(CUFA2):
+        return [HOST, KERNELS]
+    backward = mutant.file.removeprefix(CUDA).startswith(BACKWARD)
+    kind = "test_backward" if backward else "test_forward"
+    return [(*KERNELS, "-k", kind), (*KERNELS, "-k", f"not {kind}"), HOST]
+
+
+def pytest(tests: tuple[str, ...], tree: Path, cache: Path) -> str | None:
+    """Run tests in a tree until one fails, and say which; None if all pass."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-n"]
+    command += [str(os.cpu_count() or 1), "--dist", "worksteal", *tests]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(tree),
+        "CUFA2_EMULATOR": "required",
+        "CUFA2_CACHE_DIR": str(cache),
+    }
+    ran = subprocess.run(
+        command, cwd=tree, env=environment, capture_output=True, text=True, check=False
+    )
+    if ran.returncode not in (0, 1, 2):
+        raise SystemExit(f"pytest ended with {ran.returncode}\n{ran.stdout[-2000:]}")
+    failed = [line for line in ran.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    if not ran.returncode:
+        return None
+    return failed[0].split(" - ")[0].split("::", 1)[-1] if failed else "a test that broke off"
+
+
+def copied(folder: str) -> Path:
+    """The checkout, copied into a folder."""
+    tree = Path(folder) / "tree"
+    shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".*", "__pycache__", "results"))
+    return tree
+
+
+def run(mutant: Mutant, cache: Path) -> str | None:
+    """The test that notices the fault, or None."""
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "tree"
-        shutil.copytree(
-            ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__", "results", "*.npz")
-        )
-        shutil.copytree(ROOT / "tests" / "data", copy / "tests" / "data", dirs_exist_ok=True)
-        path = copy / mutant.file
+        tree = copied(folder)
+        path = tree / mutant.file
         text = path.read_text()
         if text.count(mutant.old) != 1:
             raise SystemExit(f"{mutant.name}: {mutant.file} has not the one line it changes")
         path.write_text(text.replace(mutant.old, mutant.new))
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-        command += ["-n", str(workers), "--dist", "worksteal", *TESTS]
-        environment = {**os.environ, "PYTHONPATH": str(copy), "CUFA2_EMULATOR": "required"}
-        start = time.monotonic()
-        ran = subprocess.run(
-            command, cwd=copy, env=environment, capture_output=True, text=True, check=False
-        )
-        seconds = time.monotonic() - start
-    if ran.returncode not in (0, 1, 2):
-        raise SystemExit(
-            f"{mutant.name}: pytest ended with {ran.returncode}\n{ran.stdout[-2000:]}"
-        )
-    failed = [line for line in ran.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return ran.returncode != 0, seconds, failed[0].split(" - ")[0] if failed else ""
+        found = (pytest(tests, tree, cache) for tests in tests_of(mutant))
+        return next((name for name in found if name), None)
 
 
 def main() -> None:
+    """Run what the command line asks for."""
     parser = argparse.ArgumentParser(prog="mutate.sh", description=__doc__)
     parser.add_argument("--only", default="*", help="names to run, as a shell pattern")
     parser.add_argument("--list", action="store_true", help="print the mutants and stop")
@@ -366,11 +415,17 @@ def main() -> None:
         print("\n".join(f"{m.file}: {m.name}" for m in chosen))
         return
     survivors = []
-    for n, mutant in enumerate(chosen, 1):
-        killed, seconds, by = run(mutant, os.cpu_count() or 1)
-        said = f"killed by {by}" if killed else "SURVIVES"
-        print(f"[{n}/{len(chosen)}] {seconds:5.0f} s  {mutant.name}: {said}", flush=True)
-        survivors += [] if killed else [mutant.name]
+    with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as folder:
+        print("without a fault (compiles what the others share)", flush=True)
+        if found := pytest((*KERNELS, *HOST), copied(folder), Path(cache)):
+            raise SystemExit(f"{found} fails without any fault")
+        for n, mutant in enumerate(chosen, 1):
+            start = time.monotonic()
+            found = run(mutant, Path(cache))
+            said = f"killed by {found}" if found else "SURVIVES"
+            seconds = time.monotonic() - start
+            print(f"[{n}/{len(chosen)}] {seconds:5.0f} s  {mutant.name}: {said}", flush=True)
+            survivors += [] if found else [mutant.name]
     print(f"killed {len(chosen) - len(survivors)} of {len(chosen)}")
     if survivors:
         raise SystemExit("survivors, each a missing test:\n  " + "\n  ".join(survivors))

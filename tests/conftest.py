@@ -57,6 +57,19 @@ class Card:
 
         return card.of(arch)
 
+    def vast(self, shape: tuple[int, ...], dtype: str) -> Any:
+        """An array of gigabytes, to lay others in; NaN on a GPU. The emulated card, which tells
+        when a kernel touches what is between them, only takes memory for what is written."""
+        if not self.emulated:
+            import gpu_oracle
+
+            made = gpu_oracle.empty(shape, dtype)
+            made.data.memset(0xFF, made.nbytes)
+            return made
+        from emulator import card
+
+        return card.sparse(shape, dtype)
+
 
 @pytest.fixture(scope="module", params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
 def card(request: pytest.FixtureRequest) -> Card:

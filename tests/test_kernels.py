@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from test_gpu_forward import KINDS, run, run_checked
 
+from cufa2 import flash_attention
 from cufa2.kernels import MASKS, SCORES
 
 DIMS = oracle.FORWARD.head_dims
@@ -181,3 +182,24 @@ def test_keys_may_come_in_any_order(card: Card, kind: str) -> None:
         mixed = [oracle.to_device(oracle.host(x)[:, order]) for x in (k, v)]
         o, lse = run(q, *mixed, **fast)
         oracle.check(o, lse, q, k, v, "permuted keys", **fast)
+
+
+@pytest.mark.parametrize("kind", ["float16", "float32", "float64"])
+def test_more_than_two_to_the_31_elements_between_rows(card: Card, kind: str) -> None:
+    """In strides: all tensors in one buffer, rows 34 million elements apart."""
+    s, between, d = 80, 2**19, 64
+    with card.of("sm_90a"):
+        buffer = card.vast((1, s, between, d), kind)
+        sources = oracle.problem(1, s, s, 2, 1, d, d, kind)
+        o = oracle.apart_in(buffer, 0, sources[1])
+        lse = oracle.empty((1, 2, s), oracle.lse_dtype(kind))
+        far = [oracle.apart_in(buffer, n + 1, x) for n, x in enumerate(sources)]
+        assert o.strides[1] // o.itemsize * (s - 1) > 2**31
+        flash_attention(*far[1:], causal=True, return_lse=True, out=o, lse_out=lse)
+        oracle.check(o, lse, *sources[1:], kind, causal=True)
+        for deterministic in oracle.MODES:
+            options = {"causal": True, "deterministic": deterministic}
+            grads = oracle.backward(*far, (o, lse), **options)
+            oracle.check_backward(*sources, grads, f"{kind}, {options}", causal=True)
+        del buffer, o, far, grads
+        oracle.card().get_default_memory_pool().free_all_blocks()

@@ -10,6 +10,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -255,3 +256,19 @@ def test_sections_are_whole_groups_of_about_equal_size(
     if sections > 1:
         last = total - (sections - 1) * section
         assert last >= section - sections * group, "the last section lacks at most a group each"
+
+
+def test_work_memory_is_given_back_before_it_grows() -> None:
+    class Watched(launch.Scratch):
+        def _empty(self, size: int) -> Any:
+            assert self._buffer is None, "the smaller buffer is still held"
+            return np.empty(size, np.uint8)
+
+    scratch = Watched()
+    small = scratch.take([((3, 100), 4)])
+    assert [x.nbytes for x in small] == [1200]
+    del small
+    large = scratch.take([((3, 100), 4), ((5000,), 8)])
+    assert [x.nbytes for x in large] == [1200, 40000]
+    again = scratch.take([((7,), 2)])
+    assert np.shares_memory(again[0], large[0]), "what is large enough is used again"

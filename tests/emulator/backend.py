@@ -29,6 +29,7 @@ from cufa2.problem import Options, Problem
 from . import build
 
 _READABLE, _WRITABLE, _RESULT = 1, 2, 4
+_FAR = 1 << 28  # bytes from the first element to the last
 _MESSAGE_BYTES, _STACK_DEPTH = 1 << 16, 64
 _STREAM: Any = SimpleNamespace(
     stream=None
@@ -197,6 +198,7 @@ def register(known: list[Any]) -> None:
     """Tell the machine of arrays (name, address, shape, strides in bytes, itemsize, flags)."""
     machine = build.machine()
     machine.emulator_forget_memory()
+    known = [piece for array in known for piece in _pieces(*array)]
     ranges = []
     for _, pointer, shape, strides, itemsize, _ in known:
         far = [(n - 1) * s for n, s in zip(shape, strides, strict=True)]
@@ -218,6 +220,27 @@ def register(known: list[Any]) -> None:
             len(shape),
             longs(*shape),
             longs(*strides),
+            itemsize,
+            flags,
+        )
+
+
+def _pieces(
+    name: str, pointer: int, shape: Any, strides: Any, itemsize: int, flags: int
+) -> Iterator[Any]:
+    """An array, in parts if it lies far apart: what is in between then takes no memory."""
+    spans = [(n - 1) * abs(s) for n, s in zip(shape, strides, strict=True)]
+    if sum(spans) < _FAR:
+        yield name, pointer, shape, strides, itemsize, flags
+        return
+    axis = spans.index(max(spans))
+    for i in range(shape[axis]):
+        part = (*shape[:axis], 1, *shape[axis + 1 :])
+        yield from _pieces(
+            f"{name}, {i} of axis {axis}",
+            pointer + i * strides[axis],
+            part,
+            strides,
             itemsize,
             flags,
         )

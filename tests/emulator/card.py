@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
+import mmap
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -103,6 +105,16 @@ array_module = _Module(
     RawModule=RawModule,
     get_default_memory_pool=lambda: SimpleNamespace(free_all_blocks=lambda: None),
 )
+
+
+_MAP_NORESERVE = 0x4000  # of Linux; mmap names it from Python 3.13 on
+
+
+def sparse(shape: tuple[int, ...], dtype: str) -> Any:
+    """An array of zeros of which only those pages take memory that are written to."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    return np.frombuffer(mmap.mmap(-1, size, flags=flags), dtype).reshape(shape).view(HostArray)
 
 
 @contextmanager
