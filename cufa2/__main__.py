@@ -192,7 +192,8 @@ def compile_(args: argparse.Namespace) -> None:
 
 def bench(args: argparse.Namespace) -> None:
     """Check, then time, a few forward shapes on the back end that is there."""
-    from .testing import assert_accurate, make_inputs, plain_attention, reference64, time_gpu
+    from .dense import plain_attention, reference64
+    from .testing import assert_accurate, make_inputs, time_gpu
 
     kind = args.device or ("cuda" if device.cuda_available() else "cpu")
     dtype = args.dtype or ("bfloat16" if kind == "cuda" else "float32")

@@ -21,8 +21,9 @@ import numpy as np
 
 import cufa2
 from cufa2 import device
+from cufa2.dense import plain_attention, reference64
 from cufa2.kernels import KERNELS
-from cufa2.testing import EPS, numpy_dtype, plain_attention, reference64, to_numpy
+from cufa2.testing import EPS, numpy_dtype, to_numpy
 
 SENTENCES = Path(__file__).with_name("sentences.txt")
 FIXTURE_SENTENCES = (7, 0, 12, 3, 6)  # 5 to 131 tokens, 250 in all: the file stays below 2 MB

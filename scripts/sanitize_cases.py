@@ -26,19 +26,24 @@ from unittest import mock
 import numpy as np
 
 from cufa2 import attention, device, flash_attention, flash_attention_backward, launch, plan
+from cufa2.dense import (
+    plain_attention,
+    plain_attention_backward,
+    reference64,
+    reference64_backward,
+)
 from cufa2.kernels import KERNELS, SMEM_RESERVE, Kernel, Variant
 from cufa2.problem import ITEMSIZES, Options, Problem, UnsupportedError, make_problem
 from cufa2.testing import (
     Inputs,
     assert_accurate,
     assert_lse,
+    bits,
     gradient_noise,
     make_inputs,
     numpy_dtype,
-    plain_attention,
-    plain_attention_backward,
-    reference64,
-    reference64_backward,
+    to_cupy,
+    to_numpy,
 )
 from cufa2.tiles import Tile
 
@@ -140,21 +145,6 @@ def allocation(how: str, shape: Shape, dtype: Any) -> np.ndarray:
     return nan(size, dtype)
 
 
-def bits(x: Any) -> Any:
-    """An array seen as unsigned integers."""
-    return x.view(f"u{x.itemsize}")
-
-
-def to_device(x: np.ndarray) -> Any:
-    """A copy on the GPU, moved as raw bits."""
-    return device.cupy().asarray(bits(np.ascontiguousarray(x))).view(x.dtype)
-
-
-def to_host(x: Any) -> Any:
-    """A copy on the host, moved likewise."""
-    return bits(x).get().view(x.dtype)
-
-
 def axes(view: Any, layout: str) -> Any:
     """A (B, S, H, D) view with the axes of `layout`, or back; flat drops H = 1."""
     if layout == "flat":
@@ -190,7 +180,7 @@ class Memory:
         return {name: self._put(name, x) for name, x in given.items()}
 
     def _put(self, name: str, x: np.ndarray) -> Any:
-        array = to_device(x)
+        array = to_cupy(x)
         self._given.append((name, array, x.copy()))
         return array
 
@@ -235,8 +225,8 @@ def forward(small: Small, dtype: str, dim: int, seed: int) -> None:
     named = zip("qkv", (q, k, v), small.lying, strict=False)
     q_, k_, v_ = (memory.tensor(name, x, how) for name, x, how in named)
     o_how, o_shape = small.lying[3], (*q.shape[:3], v.shape[3])
-    o_base = to_device(allocation(o_how, o_shape, q.dtype))
-    lse = to_device(nan(exact[1].size, lse_dtype(dtype)).reshape(exact[1].shape))
+    o_base = to_cupy(allocation(o_how, o_shape, q.dtype))
+    lse = to_cupy(nan(exact[1].size, lse_dtype(dtype)).reshape(exact[1].shape))
     flash_attention(
         q_,
         k_,
@@ -249,13 +239,13 @@ def forward(small: Small, dtype: str, dim: int, seed: int) -> None:
         out=axes(lay(o_base, o_how, o_shape), small.layout),
         lse_out=lse[:, 0] if small.layout == "flat" else lse,
     )
-    host = to_host(o_base)
+    host = to_numpy(o_base)
     o = lay(host, o_how, o_shape)
     assert_accurate(o, exact[0], plain, "o")
     if small.precision is None:
-        assert_lse(to_host(lse), exact[1], dtype)
+        assert_lse(to_numpy(lse), exact[1], dtype)
     else:
-        assert_accurate(to_host(lse), exact[1], plain_lse, "lse")
+        assert_accurate(to_numpy(lse), exact[1], plain_lse, "lse")
     memory.assert_untouched()
     o[...] = nan(1, q.dtype)  # what is left now must be as it was
     if not np.array_equal(bits(host), bits(nan(host.size, host.dtype))):
@@ -305,7 +295,7 @@ def backward(small: Small, dtype: str, dim: int, seed: int, deterministic: bool)
     for name, ours, ref, low, rows in zip(
         ("dq", "dk", "dv"), grads, exact, plain, hidden, strict=True
     ):
-        x = axes(to_host(ours), small.layout)
+        x = axes(to_numpy(ours), small.layout)
         allowed = 0.0 if name == "dv" else noise
         # A gradient that vanishes as a whole shows the difference of two sums of Dv products,
         # which tensor cores round once every 16.

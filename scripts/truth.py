@@ -17,14 +17,8 @@ import numpy as np
 from peers import Contestant, Inputs, to_host
 
 from cufa2 import device
-from cufa2.testing import (
-    Case,
-    assert_accurate,
-    gradient_noise,
-    plain_attention,
-    reference64,
-    to_numpy,
-)
+from cufa2.dense import plain_attention, reference64
+from cufa2.testing import Case, assert_accurate, gradient_noise, to_numpy
 
 SAME = 0.01  # share of the largest value that rounding may cost a peer
 CHUNK = 2048  # queries at a time against all keys: 256 MiB of float64 scores at 16k keys

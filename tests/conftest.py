@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
 
-from cufa2 import device
+from cufa2 import device, testing
+from cufa2.testing import BACKENDS, Backend
 
 # JAX would take three quarters of the card's memory at its first use.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -43,42 +43,25 @@ def _errors_show_where_they_happen(request: pytest.FixtureRequest) -> Iterator[N
         device.cupy().cuda.Device().synchronize()
 
 
-class Card:
-    """What the tests of the kernels run on: a GPU, or the emulated one."""
-
-    def __init__(self, emulated: bool) -> None:
-        self.emulated = emulated
-
-    def of(self, arch: str) -> AbstractContextManager[None]:
-        """Have the emulated card be one of `arch`; a real one stays what it is."""
-        if not self.emulated:
-            return nullcontext()
-        from emulator import card
-
-        return card.of(arch)
-
-    def vast(self, shape: tuple[int, ...], dtype: str) -> Any:
-        """An array of gigabytes, to lay others in; NaN on a GPU. The emulated card, which tells
-        when a kernel touches what is between them, only takes memory for what is written."""
-        if not self.emulated:
-            import gpu_oracle
-
-            made = gpu_oracle.empty(shape, dtype)
-            made.data.memset(0xFF, made.nbytes)
-            return made
-        from emulator import card
-
-        return card.sparse(shape, dtype)
+def _backend(name: str, request: pytest.FixtureRequest) -> Backend:
+    if name != "numpy":
+        request.getfixturevalue({"cuda": "cp", "emulated": "emulator"}[name])
+    return testing.backend(name)
 
 
-@pytest.fixture(scope="module", params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
-def card(request: pytest.FixtureRequest) -> Card:
-    """The emulated card, and with -m gpu the real one: the same tests for both."""
-    if request.param == "cuda":
-        request.getfixturevalue("cp")
-        return Card(emulated=False)
-    request.getfixturevalue("emulator")
-    return Card(emulated=True)
+_EACH = [pytest.param(n, marks=[pytest.mark.gpu] if n == "cuda" else []) for n in BACKENDS]
+
+
+@pytest.fixture(scope="module", params=_EACH)
+def backend(request: pytest.FixtureRequest) -> Backend:
+    """Every back end, the real card only with -m gpu: the same tests for all."""
+    return _backend(request.param, request)
+
+
+@pytest.fixture(scope="module", params=_EACH[1:])
+def card(request: pytest.FixtureRequest) -> Backend:
+    """Those that run kernels."""
+    return _backend(request.param, request)
 
 
 @pytest.fixture(scope="session")

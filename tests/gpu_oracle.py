@@ -31,11 +31,13 @@ from cufa2 import (
     flash_attention,
     flash_attention_backward,
     plan,
+    testing,
 )
 from cufa2.kernels import KERNELS, MASKS, SCORES, Kernel, Variant
 from cufa2.testing import EPS, assert_accurate, assert_lse, gradient_noise, numpy_dtype
 from cufa2.tiles import Tile
 
+bits, host = testing.bits, testing.to_numpy
 DTYPES = ("float16", "bfloat16")
 # Ways of computing that are no dtype of their own: the dtype and the options that ask for them.
 FAST: dict[str, tuple[str, dict[str, Any]]] = {"tf32": ("float32", {"precision": "tf32"})}
@@ -534,11 +536,6 @@ def normal(shape: tuple[int, ...], dtype: str, seed: int, scale: float = 1.0) ->
     return x
 
 
-def bits(x: Any) -> Any:
-    """A CuPy array seen as unsigned integers, whatever its dtype."""
-    return x.view(f"u{x.itemsize}")
-
-
 def copy(x: Any) -> Any:
     """A contiguous copy of a CuPy array, moved as bits."""
     return bits(x).copy().view(x.dtype)
@@ -554,14 +551,9 @@ def lse_dtype(dtype: str) -> str:
     return "float64" if dtype == "float64" else "float32"
 
 
-def host(x: Any) -> Any:
-    """A CuPy array on the host, moved as bits; a NumPy array as it is."""
-    return bits(x).get().view(x.dtype) if hasattr(x, "get") else x
-
-
 def to_device(x: Any) -> Any:
-    """A NumPy array on the GPU, moved as bits."""
-    return card().asarray(np.ascontiguousarray(x).view(f"u{x.itemsize}")).view(x.dtype)
+    """A NumPy array on the card, moved as bits."""
+    return card().asarray(bits(np.ascontiguousarray(x))).view(x.dtype)
 
 
 def fill_nan(*arrays: Any) -> None:
@@ -931,6 +923,16 @@ def wide_rows(y: Any) -> Any:
     view = filled((*y.shape[:-1], y.shape[-1] + 16), y)[..., 8:-8]
     view[...] = y
     return view
+
+
+def vast(shape: tuple[int, ...], dtype: str) -> Any:
+    """An array of gigabytes, to lay others in; NaN on a GPU. The emulated card, which tells when a
+    kernel touches what is between them, only takes memory for what is written."""
+    if _cards:
+        return card().sparse(shape, dtype)
+    made = empty(shape, dtype)
+    made.data.memset(0xFF, made.nbytes)
+    return made
 
 
 def apart_in(buffer: Any, place: int, y: Any) -> Any:

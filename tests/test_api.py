@@ -20,15 +20,13 @@ from cufa2 import (
     flash_attention,
     flash_attention_backward,
 )
-from cufa2.testing import (
-    assert_accurate,
-    assert_lse,
-    make_inputs,
+from cufa2.dense import (
     plain_attention,
     plain_attention_backward,
     reference64,
     reference64_backward,
 )
+from cufa2.testing import assert_accurate, assert_lse, make_inputs
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPE = (2, 37, 41, 4, 2, 16, 24)  # B, Sq, Sk, H, Hk, D, Dv

@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 
 from cufa2 import device, plan
+from cufa2.dense import reference64, reference64_backward
 from cufa2.kernels import KERNELS
 from cufa2.problem import Options, Problem, make_problem
-from cufa2.testing import EPS, Case, make_inputs, reference64, reference64_backward
+from cufa2.testing import EPS, Case, make_inputs
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -19,17 +19,13 @@ import numpy as np
 import pytest
 
 import cufa2
-from cufa2.testing import (
-    EPS,
-    assert_accurate,
-    assert_lse,
-    gradient_noise,
-    numpy_dtype,
+from cufa2.dense import (
     plain_attention,
     plain_attention_backward,
     reference64,
     reference64_backward,
 )
+from cufa2.testing import EPS, assert_accurate, assert_lse, gradient_noise, numpy_dtype
 
 ROOT = Path(__file__).resolve().parent.parent
 FIXTURE = ROOT / "tests" / "data" / "minilm_qkv.npz"

@@ -39,19 +39,10 @@ from producers import Producer
 from test_gpu_forward import EDGES, SHIELDS, axes, drawn, give_back_memory, opts, sees
 
 from cufa2 import attention, flash_attention, flash_attention_backward, launch, plan
+from cufa2.dense import plain_attention_backward, reference64, reference64_backward
 from cufa2.kernels import KERNELS
 from cufa2.problem import DTYPES as ALL_DTYPES
-from cufa2.testing import (
-    EPS,
-    assert_accurate,
-    gradient_noise,
-    make_inputs,
-    numpy_dtype,
-    plain_attention_backward,
-    reference64,
-    reference64_backward,
-    time_gpu,
-)
+from cufa2.testing import EPS, assert_accurate, gradient_noise, make_inputs, numpy_dtype, time_gpu
 
 pytestmark = pytest.mark.gpu
 
@@ -423,7 +414,7 @@ def test_split_keys_merge_through_lse(cp: Any, seqlen: int, cut: int, dtype: str
         check_backward(grad_o, q, *part, grads[-1], f"cut at {cut}, a part", dlse=dlse)
         plain.append(dense_backward(grad_o, q, *part, low=True, dlse=dlse))
     exact = dense_backward(do, q, k, v)
-    noise = gradient_noise(*(host(x) for x in (do, q, k, v)))
+    noise = gradient_noise(host(do), host(q), host(k), host(v))
     whole = [joined([tuple(host(x) for x in g) for g in grads]), joined(plain)]
     for name, x, y, ref in zip(("dq", "dk", "dv"), *whole, exact, strict=True):
         what = f"S={seqlen} cut at {cut}, merged: {name}"

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from producers import Producer
 
 from cufa2 import flash_attention, plan
+from cufa2.dense import plain_attention, reference64
 from cufa2.kernels import MASKS, SCORES
-from cufa2.testing import make_inputs, numpy_dtype, plain_attention, reference64, time_gpu
+from cufa2.testing import make_inputs, numpy_dtype, time_gpu
 
 pytestmark = pytest.mark.gpu
 

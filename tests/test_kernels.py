@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import gpu_oracle as oracle
 import numpy as np
 import pytest
-from conftest import Card
 from gpu_oracle import LAID, MASK_OPTIONS, assert_same, fill_nan, laid, lengths
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
@@ -23,6 +22,7 @@ from test_gpu_forward import KINDS, run, run_checked
 
 from cufa2 import flash_attention
 from cufa2.kernels import MASKS, SCORES
+from cufa2.testing import Backend
 
 DIMS = oracle.FORWARD.head_dims
 # One of each kind: 163, 99, 227 KB of shared memory, and both of those after Hopper.
@@ -134,7 +134,7 @@ def for_problems(cell: Cell, count: int, check: Callable[[dict[str, Any]], None]
 
 
 @pytest.mark.parametrize("cell", spread(23), ids=name_of)
-def test_forward(card: Card, cell: Cell) -> None:
+def test_forward(card: Backend, cell: Cell) -> None:
     def check(case: dict[str, Any]) -> None:
         (_, q, k, v), lens = arrays_of(cell, case)
         run_checked(q, k, v, f"{cell} {case}", **options_of(cell, case, q.shape[3]), **lens)
@@ -144,7 +144,7 @@ def test_forward(card: Card, cell: Cell) -> None:
 
 
 @pytest.mark.parametrize("cell", spread(61, oracle.MODES), ids=name_of)
-def test_backward(card: Card, cell: Cell) -> None:
+def test_backward(card: Backend, cell: Cell) -> None:
     def check(case: dict[str, Any]) -> None:
         (do, q, k, v), lens = arrays_of(cell, case)
         options = options_of(cell, case, q.shape[3]) | lens
@@ -158,7 +158,7 @@ def test_backward(card: Card, cell: Cell) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_order_of_threads_changes_no_bit(card: Card, kind: str) -> None:
+def test_the_order_of_threads_changes_no_bit(card: Backend, kind: str) -> None:
     """Forward, and backward if asked: on the emulated card each launch has an order of its own."""
     dtype, fast = oracle.named(kind)
     with card.of("sm_90a"):
@@ -174,7 +174,7 @@ def test_the_order_of_threads_changes_no_bit(card: Card, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_keys_may_come_in_any_order(card: Card, kind: str) -> None:
+def test_keys_may_come_in_any_order(card: Backend, kind: str) -> None:
     dtype, fast = oracle.named(kind)
     with card.of("sm_80"):
         _, q, k, v = oracle.problem(1, 40, 110, 2, 1, 64, 64, dtype)
@@ -185,21 +185,22 @@ def test_keys_may_come_in_any_order(card: Card, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["float16", "float32", "float64"])
-def test_more_than_two_to_the_31_elements_between_rows(card: Card, kind: str) -> None:
+def test_more_than_two_to_the_31_elements_between_rows(card: Backend, kind: str) -> None:
     """In strides: all tensors in one buffer, rows 34 million elements apart."""
     s, between, d = 80, 2**19, 64
     with card.of("sm_90a"):
-        buffer = card.vast((1, s, between, d), kind)
+        buffer = oracle.vast((1, s, between, d), kind)
         sources = oracle.problem(1, s, s, 2, 1, d, d, kind)
         o = oracle.apart_in(buffer, 0, sources[1])
         lse = oracle.empty((1, 2, s), oracle.lse_dtype(kind))
-        far = [oracle.apart_in(buffer, n + 1, x) for n, x in enumerate(sources)]
+        far = (oracle.apart_in(buffer, n + 1, x) for n, x in enumerate(sources))
+        do, q, k, v = far
         assert o.strides[1] // o.itemsize * (s - 1) > 2**31
-        flash_attention(*far[1:], causal=True, return_lse=True, out=o, lse_out=lse)
+        flash_attention(q, k, v, causal=True, return_lse=True, out=o, lse_out=lse)
         oracle.check(o, lse, *sources[1:], kind, causal=True)
         for deterministic in oracle.MODES:
             options = {"causal": True, "deterministic": deterministic}
-            grads = oracle.backward(*far, (o, lse), **options)
+            grads = oracle.backward(do, q, k, v, (o, lse), **options)
             oracle.check_backward(*sources, grads, f"{kind}, {options}", causal=True)
-        del buffer, o, far, grads
+        del buffer, o, do, q, k, v, grads
         oracle.card().get_default_memory_pool().free_all_blocks()

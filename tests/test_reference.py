@@ -21,6 +21,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cufa2 import reference, testing
+from cufa2.dense import (
+    plain_attention,
+    plain_attention_backward,
+    reference64,
+    reference64_backward,
+)
 from cufa2.problem import Options, make_problem
 from cufa2.testing import (
     CASES,
@@ -29,11 +35,7 @@ from cufa2.testing import (
     assert_lse,
     gradient_noise,
     make_inputs,
-    plain_attention,
-    plain_attention_backward,
     poison,
-    reference64,
-    reference64_backward,
 )
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")

@@ -117,16 +117,14 @@ class HostScratch(Scratch):
 
 
 class Emulated(FlashAttention2):
-    """The launcher on an emulated GPU of `arch`: takes NumPy arrays. Each launch draws the order
-    in which threads run from a seed of its own."""
-
-    arch: str
+    """The launcher on an emulated GPU, the one that `device.info` tells of: takes NumPy arrays.
+    Each launch draws the order in which threads run from a seed of its own."""
 
     def _loaded(self, problem: Problem) -> list[Loaded]:
-        info = device.info_for_arch(self.arch)
+        info = device.info(0)
         return [
             Loaded(
-                Function(v.name, build.library(v, self.arch), _seeds),
+                Function(v.name, build.library(v, info.arch), _seeds),
                 v,
                 KernelRecord(v.name, 0, v.smem_bytes),
                 info,
@@ -247,9 +245,6 @@ def _pieces(
 
 
 @functools.cache
-def launcher_for(arch: str, options: Options) -> Emulated:
+def launcher(options: Options) -> FlashAttention2:
     """What stands for `cufa2.attention.launcher` where calls run on the emulated card."""
-    self = Emulated.__new__(Emulated)
-    self._setup(options)
-    self.arch = arch
-    return self
+    return Emulated.for_options(options)

@@ -8,7 +8,6 @@ the tests' oracle: natively, with nothing checked.
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
 import mmap
 import re
@@ -100,11 +99,9 @@ class _Module:
         vars(self).update(names)
 
 
-array_module = _Module(
-    **{name: _wrapped(getattr(np, name)) for name in _FROM_NUMPY},
-    RawModule=RawModule,
-    get_default_memory_pool=lambda: SimpleNamespace(free_all_blocks=lambda: None),
-)
+def to_card(x: np.ndarray[Any, Any]) -> HostArray:
+    """A copy of an array, as one of the card."""
+    return np.array(x, order="C").view(HostArray)
 
 
 _MAP_NORESERVE = 0x4000  # of Linux; mmap names it from Python 3.13 on
@@ -117,13 +114,24 @@ def sparse(shape: tuple[int, ...], dtype: str) -> Any:
     return np.frombuffer(mmap.mmap(-1, size, flags=flags), dtype).reshape(shape).view(HostArray)
 
 
+array_module = _Module(
+    sparse=sparse,
+    **{name: _wrapped(getattr(np, name)) for name in _FROM_NUMPY},
+    RawModule=RawModule,
+    get_default_memory_pool=lambda: SimpleNamespace(free_all_blocks=lambda: None),
+)
+
+
+op = backend.Emulated  # the launcher class
+
+
 @contextmanager
 def of(arch: str) -> Iterator[None]:
     """Have `flash_attention` and its gradients run on an emulated card of `arch`, and the tests'
     oracle on the host."""
     info = device.info_for_arch(arch)
     with (
-        mock.patch.object(api, "launcher", functools.partial(backend.launcher_for, arch)),
+        mock.patch.object(api, "launcher", backend.launcher),
         mock.patch.object(device, "info", return_value=info),
         gpu_oracle.using(array_module),
     ):
