@@ -38,7 +38,7 @@ def cp(request: pytest.FixtureRequest) -> Any:
 def _errors_show_where_they_happen(request: pytest.FixtureRequest) -> Iterator[None]:
     """Wait for the card after each GPU test, so that a fault shows where it arose."""
     yield
-    on_card = {"cp", "card"} & set(request.fixturenames)
+    on_card = {"cp", "card", "either", "backend"} & set(request.fixturenames)
     if request.node.get_closest_marker("gpu") and on_card:
         device.cupy().cuda.Device().synchronize()
 
@@ -62,6 +62,36 @@ def backend(request: pytest.FixtureRequest) -> Backend:
 def card(request: pytest.FixtureRequest) -> Backend:
     """Those that run kernels."""
     return _backend(request.param, request)
+
+
+@pytest.fixture(params=_EACH[1:])
+def either(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """CuPy on the card, or what stands for it on the emulated one: a test with this fixture runs
+    on both, on the emulated card only the cases that its mark `emulated` lists."""
+    import gpu_oracle
+
+    with _backend(request.param, request).of("sm_90a"):
+        yield gpu_oracle.card()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what takes CuPy as GPU tests, and leave out what `emulated` does not list."""
+    kept: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
+    for item in items:
+        if "cp" in getattr(item, "fixturenames", ()):
+            item.add_marker("gpu")
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        only = item.get_closest_marker("emulated")
+        if params.get("either") == "emulated" and only is not None:
+            chosen = all(params[name] in values for name, values in only.kwargs.items())
+            (kept if chosen else left_out).append(item)
+        else:
+            kept.append(item)
+    items[:] = kept
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -17,8 +18,10 @@ import pytest
 import cufa2
 from cufa2 import (
     FlashAttention2,
+    device,
     flash_attention,
     flash_attention_backward,
+    testing,
 )
 from cufa2.dense import (
     plain_attention,
@@ -469,3 +472,16 @@ def test_forward_takes_out_by_position() -> None:
     o, _ = FlashAttention2(8, "float32").forward(q, k, v, out)
     assert o is out
     np.testing.assert_array_equal(o, flash_attention(q, k, v))
+
+
+def test_back_ends_for_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unknown one, and those that are not here, are refused with the reason."""
+    with pytest.raises(ValueError, match="backend='metal' is not one of"):
+        testing.backend("metal")
+    monkeypatch.setattr(device, "why_no_cuda", lambda: "no driver at all")
+    monkeypatch.setattr(device, "_cuda_process", None)
+    with pytest.raises(RuntimeError, match="no driver at all"):
+        testing.backend("cuda")
+    monkeypatch.setattr("importlib.import_module", mock.Mock(side_effect=ModuleNotFoundError))
+    with pytest.raises(RuntimeError, match=r"in tests/ of a checkout"):
+        testing.backend("emulated")

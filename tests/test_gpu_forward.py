@@ -21,8 +21,6 @@ from cufa2.dense import plain_attention, reference64
 from cufa2.kernels import MASKS, SCORES
 from cufa2.testing import make_inputs, numpy_dtype, time_gpu
 
-pytestmark = pytest.mark.gpu
-
 FORWARDS = oracle.main_kernels("forward")
 KINDS = (*dict.fromkeys(dtype for row in FORWARDS for dtype in row.dtypes), *oracle.FAST)
 FIXTURE = Path(__file__).resolve().parent / "data" / "minilm_qkv.npz"
@@ -312,13 +310,14 @@ def test_causal_prefix_is_the_whole_truth_of_its_rows(cp: Any, dim: int, kind: s
             assert_same(part_lse, lse[:, :, :n], f"{options}: lse of the first {n} rows")
 
 
+@pytest.mark.emulated(heads=[(12, 3)], kind=["float16", "float32"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("heads", [(16, 2), (12, 2), (12, 3), (8, 1)])
-def test_grouped_heads_are_repeated_heads(cp: Any, heads: tuple[int, int], kind: str) -> None:
+def test_grouped_heads_are_repeated_heads(either: Any, heads: tuple[int, int], kind: str) -> None:
     dtype, fast = oracle.named(kind)
     h, hk = heads
     q, k, v = inputs(2, 70, 141, h, hk, 64, 64, dtype)
-    wide: Any = [cp.repeat(bits(x), h // hk, axis=2).view(x.dtype) for x in (k, v)]
+    wide: Any = [either.repeat(bits(x), h // hk, axis=2).view(x.dtype) for x in (k, v)]
     for options in (opts(**fast), opts(causal=True, **fast)):
         for name, x, y in zip(
             ("o", "lse"), run(q, k, v, **options), run(q, *wide, **options), strict=True
@@ -326,9 +325,10 @@ def test_grouped_heads_are_repeated_heads(cp: Any, heads: tuple[int, int], kind:
             assert_same(x, y, f"{name} with {heads} heads, {options}")
 
 
+@pytest.mark.emulated(seqlen=[70], dtype=["bfloat16"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seqlen", [1, 70, 128, 300])
-def test_split_keys_merge_by_lse(cp: Any, seqlen: int, dtype: str) -> None:
+def test_split_keys_merge_by_lse(either: Any, seqlen: int, dtype: str) -> None:
     q, k, v = inputs(2, 70, seqlen, 4, 2, 64, 64, dtype)
     whole = run_checked(q, k, v, f"S={seqlen}")
     for cut in {0, seqlen // 2, seqlen}:
@@ -354,9 +354,10 @@ def test_split_keys_merge_by_lse(cp: Any, seqlen: int, dtype: str) -> None:
     assert bool((empty_lse == -np.inf).all()), "lse of no keys"
 
 
+@pytest.mark.emulated(dim=[64], kind=["float16"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_batch_mates_do_not_matter(cp: Any, dim: int, kind: str) -> None:
+def test_batch_mates_do_not_matter(either: Any, dim: int, kind: str) -> None:
     b, (dtype, fast) = 5, oracle.named(kind)
     q, k, v = inputs(b, 150, 170, 4, 2, dim, dim, dtype)
     lens_q, lens_k = [150, 3, 0, 128, 77], [170, 0, 33, 64, 170]
@@ -406,8 +407,9 @@ def test_fifty_runs_give_the_same_bits(cp: Any, dim: int, kind: str) -> None:
 # Known failures of other libraries, by their number in the list of cases
 
 
+@pytest.mark.emulated(kind=["float16", "float64"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_case_01_more_queries_than_keys(cp: Any, kind: str) -> None:
+def test_case_01_more_queries_than_keys(either: Any, kind: str) -> None:
     dtype, fast = oracle.named(kind)
     for sq, sk in ((5, 2), (2, 5), (130, 200), (256, 3), (129, 128)):
         q = normal((1, sq, 2, 64), dtype, 1, 3.0)
@@ -416,12 +418,13 @@ def test_case_01_more_queries_than_keys(cp: Any, kind: str) -> None:
         dark = max(0, sq - sk)
         assert not bits(o[:, :dark]).any(), f"{sq}x{sk}: rows without keys are not zero"
         assert bool((lse[:, :, :dark] == -np.inf).all()), f"{sq}x{sk}: their lse is not -inf"
-        assert bool(cp.isfinite(lse[:, :, dark:]).all()), f"{sq}x{sk}: the other rows' lse"
+        assert bool(either.isfinite(lse[:, :, dark:]).all()), f"{sq}x{sk}: the other rows' lse"
         run_checked(q, k, v, f"{sq}x{sk} top left", causal="top_left", **fast)
 
 
+@pytest.mark.emulated(dtype=["bfloat16"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_case_02_window_edges(cp: Any, dtype: str) -> None:
+def test_case_02_window_edges(either: Any, dtype: str) -> None:
     q, k, v = inputs(1, 7, 7, 2, 2, 64, 64, dtype)
     causal = run(q, k, v, causal=True)
     for window in ((0, 0), (6, 0), (7, 0), (-1, 0), (2, 0), (0, 2), (1, 1)):
@@ -440,9 +443,10 @@ def test_case_02_window_edges(cp: Any, dtype: str) -> None:
     assert_same(after_lse[:, :, :5], before_lse[:, :, :5], "their lse")
 
 
+@pytest.mark.emulated(dim=[64], dtype=["bfloat16"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_case_04_running_maximum_starts_low_enough(cp: Any, dim: int, dtype: str) -> None:
+def test_case_04_running_maximum_starts_low_enough(either: Any, dim: int, dtype: str) -> None:
     for q0, k0, causal in ((1.0, -1600.0, True), (16.0, -50000.0, False)):
         q = np.zeros((1, 130, 2, dim), numpy_dtype(dtype))
         k = np.zeros((1, 200, 2, dim), numpy_dtype(dtype))
@@ -457,7 +461,7 @@ def test_case_04_running_maximum_starts_low_enough(cp: Any, dim: int, dtype: str
         np.testing.assert_allclose(host(lse)[0, :, -1], expected, rtol=1e-5, err_msg=name)
 
 
-def test_case_05_products_beyond_float16(cp: Any) -> None:
+def test_case_05_products_beyond_float16(either: Any) -> None:
     for kind in KINDS:
         dtype, fast = oracle.named(kind)
         q = oracle.to_device(np.full((1, 70, 2, 128), 256, numpy_dtype(dtype)))
@@ -493,10 +497,13 @@ def sees(options: dict[str, Any], sq: int, sk: int) -> Any:
     return seen
 
 
+@pytest.mark.emulated(where=["k nan", "v inf"], dim=[64], kind=["float16", "float32"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dim", [32, 64, 96, 128, 192, 256])
 @pytest.mark.parametrize("where", ["k nan", "v nan", "q nan", "k inf", "v inf"])
-def test_case_06_bad_values_reach_who_sees_them(cp: Any, where: str, dim: int, kind: str) -> None:
+def test_case_06_bad_values_reach_who_sees_them(
+    either: Any, where: str, dim: int, kind: str
+) -> None:
     dtype, fast = oracle.named(kind)
     size = 8 * numpy_dtype(dtype).itemsize
     value = (1 << size) - 1 if where.endswith("nan") else INF_BITS[dtype]
@@ -547,9 +554,10 @@ def test_case_06_bad_values_reach_who_sees_them(cp: Any, where: str, dim: int, k
 NAN = oracle.NAN_BITS
 
 
+@pytest.mark.emulated(dim=[96], dtype=["float16"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [32, 64, 96, 128, 192, 256])
-def test_case_06_padding_may_hold_anything(cp: Any, dim: int, dtype: str) -> None:
+def test_case_06_padding_may_hold_anything(either: Any, dim: int, dtype: str) -> None:
     lens = opts(seqlens_q=lengths(61, 200, 1), seqlens_k=lengths(130, 1, 201))
     q, k, v = inputs(3, 200, 201, 2, 1, dim, dim, dtype)
     for options in MASK_OPTIONS.values():
@@ -584,8 +592,9 @@ def test_case_09_every_spelling_of_a_number(cp: Any) -> None:
             assert_same(lse, first[1], f"lse with {option}={value!r}")
 
 
+@pytest.mark.emulated(dtype=["float16"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_case_23_scale_zero_and_negative(cp: Any, dtype: str) -> None:
+def test_case_23_scale_zero_and_negative(either: Any, dtype: str) -> None:
     q, k, v = inputs(1, 90, 120, 2, 1, 64, 64, dtype)
     for causal, softcap in itertools.product((False, True), (0.0, 5.0)):
         options = opts(causal=causal, softcap=softcap)
@@ -635,9 +644,10 @@ def test_case_26_inputs_are_never_written(cp: Any) -> None:
     run_checked(q, one, v, "k of one row, broadcast")
 
 
+@pytest.mark.emulated(dim=[64], dtype=["float16"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [64, 256])
-def test_case_31_sequences_of_length_zero(cp: Any, dim: int, dtype: str) -> None:
+def test_case_31_sequences_of_length_zero(either: Any, dim: int, dtype: str) -> None:
     q, k, v = inputs(4, 5, 7, 9, 3, dim, dim, dtype)
     pairs = (((0, 5, 0, 4), (3, 0, 7, 2)), ((0, 5, 0, 4), (0, 0, 0, 0)), ((0, 1, 0, 1), (7,) * 4))
     for (lens_q, lens_k), causal in itertools.product(pairs, (False, True)):
@@ -653,8 +663,9 @@ def test_case_31_sequences_of_length_zero(cp: Any, dim: int, dtype: str) -> None
         assert_same(lse[3:, :, last[0]], alone[1], f"lse of the last, {what}")
 
 
+@pytest.mark.emulated(dtype=["float16"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_case_35_softcap_comes_before_the_mask(cp: Any, dtype: str) -> None:
+def test_case_35_softcap_comes_before_the_mask(either: Any, dtype: str) -> None:
     q, k, v = inputs(1, 4, 4, 1, 1, 64, 64, dtype)
     bits(q)[...] = 0
     bits(v)[:, 2:] = bits(oracle.to_device(np.full((1, 2, 1, 64), 3e4, v.dtype)))
@@ -674,9 +685,10 @@ def test_large_and_small_softcaps(cp: Any, softcap: float) -> None:
     run_checked(q, k, v, f"softcap={softcap}", softcap=softcap, causal=True)
 
 
+@pytest.mark.emulated(dim=[64], kind=["bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("kind", [t for t in KINDS if t != "float16"])
 @pytest.mark.parametrize("dim", [64, 256])
-def test_logits_beyond_the_type_they_add_up_in(cp: Any, dim: int, kind: str) -> None:
+def test_logits_beyond_the_type_they_add_up_in(either: Any, dim: int, kind: str) -> None:
     """Of all mantissas: the halves of a float32 have any signs. -Inf means that no key is seen,
     +Inf that the row has no answer; neither is mistaken for the other or reaches other rows."""
     dtype, fast = oracle.named(kind)
@@ -701,13 +713,16 @@ def test_logits_beyond_the_type_they_add_up_in(cp: Any, dim: int, kind: str) -> 
         check(o[:, 40:], lse[:, :, 40:], x[:, 40:], y, v, f"other rows, sign {sign}", **fast)
 
 
+@pytest.mark.emulated(dtype=["float16"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_case_38_one_to_three_tokens(cp: Any, dtype: str) -> None:
+def test_case_38_one_to_three_tokens(either: Any, dtype: str) -> None:
     for sq, sk, causal in itertools.product((1, 2, 3), (1, 2, 3, 17), (False, True)):
         q, k, v = inputs(2, sq, sk, 4, 2, 64, 64, dtype, sq * 20 + sk)
         o, _ = run_checked(q, k, v, f"{sq}x{sk} causal={causal}", causal=causal)
         if sk == 1 and not causal:
-            assert_same(o, cp.repeat(bits(v), 2, axis=2).repeat(sq, axis=1).view(v.dtype), "Sk=1")
+            assert_same(
+                o, either.repeat(bits(v), 2, axis=2).repeat(sq, axis=1).view(v.dtype), "Sk=1"
+            )
 
 
 def test_unwritten_results_would_show(cp: Any) -> None:

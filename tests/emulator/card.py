@@ -83,9 +83,6 @@ def _value(x: Any) -> Any:
     return x.__array_interface__["data"][0] if isinstance(x, np.ndarray) else x
 
 
-_FROM_NUMPY = ("asarray", "ascontiguousarray", "empty", "ones", "stack", "zeros")
-
-
 def _wrapped(function: Any) -> Any:
     def call(*args: Any, **options: Any) -> Any:
         made = function(*args, **options)
@@ -95,8 +92,13 @@ def _wrapped(function: Any) -> Any:
 
 
 class _Module:
+    """These names, and NumPy's functions under theirs."""
+
     def __init__(self, **names: Any) -> None:
         vars(self).update(names)
+
+    def __getattr__(self, name: str) -> Any:
+        return _wrapped(getattr(np, name))
 
 
 def to_card(x: np.ndarray[Any, Any]) -> HostArray:
@@ -116,7 +118,6 @@ def sparse(shape: tuple[int, ...], dtype: str) -> Any:
 
 array_module = _Module(
     sparse=sparse,
-    **{name: _wrapped(getattr(np, name)) for name in _FROM_NUMPY},
     RawModule=RawModule,
     get_default_memory_pool=lambda: SimpleNamespace(free_all_blocks=lambda: None),
 )
