@@ -16,7 +16,7 @@ import gpu_oracle as oracle
 import numpy as np
 import pytest
 from gpu_oracle import LAID, MASK_OPTIONS, assert_same, fill_nan, laid, lengths
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from test_gpu_forward import KINDS, run, run_checked
 
@@ -126,6 +126,7 @@ def for_problems(cell: Cell, count: int, check: Callable[[dict[str, Any]], None]
     run_all = given(case=problems())(check)
     chosen = settings(
         max_examples=count,
+        phases=[Phase.generate],  # problems are small as they are, and shrinking takes minutes
         deadline=None,
         database=None,
         suppress_health_check=list(HealthCheck),
