@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 CUDA, CUFA2 = "cuda_src/", "cufa2/"
-KERNELS = ("tests/test_kernels.py",)
+KERNELS = ("tests/test_kernels.py", "tests/test_gpu_forward.py", "tests/test_gpu_backward.py")
 HOST = ("tests/test_launch.py", "tests/test_plan.py", "tests/test_arrays.py")
 BACKWARD = ("bwd_", "attn/key_walk", "attn/query_walk", "attn/grad_q", "attn/wide_grad")
 
