@@ -157,7 +157,7 @@ def test_the_loops_state_the_contract(shape: tuple[Any, ...]) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("shape", "deterministic"), zip(SHAPES, (False, True, False), strict=True)
+    ("shape", "deterministic"), list(zip(SHAPES, (False, True, False), strict=True))
 )
 def test_every_back_end_does_what_the_op_does(
     backend: Backend, shape: tuple[Any, ...], deterministic: bool, dtype: str
