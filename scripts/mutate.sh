@@ -4,7 +4,7 @@
 # usage: bash scripts/mutate.sh [--only 'PATTERN'] [--list]
 #   --only   only the faults whose names match, such as 'backward: *'
 #   --list   print them and stop
-# Uses $PYTHON (default python3) as it is, with what scripts/test.sh installs. A minute or less a
+# Uses $PYTHON (default python3) as it is, with what scripts/test.sh installs. About a minute a
 # fault on two cores; ends with an error if one is not noticed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
