@@ -22,9 +22,9 @@ using std::tanh;
 template <class T> inline T min(T a, T b) { return b < a ? b : a; }
 template <class T> inline T max(T a, T b) { return a < b ? b : a; }
 
-// The zero of fmaxf(0, -0) is the positive one.
+// The larger of 0 and -0 is 0, which std::fmax leaves open.
 inline float fmaxf(float a, float b) {
-  return a == b && std::signbit(a) ? b : std::fmax(a, b);
+  return a == b ? (std::signbit(a) ? b : a) : std::fmax(a, b);
 }
 
 template <class To, class From> inline To same_bits(From from) {

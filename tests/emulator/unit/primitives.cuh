@@ -159,10 +159,11 @@ UNIT(lanes_of_doubles, 2, 4, double, 0) {
 }
 UNIT(power_of_2, 2, 2, double, 0) { write(out, power_of_2(double_at(in))); }
 
-// Arithmetic of the language: exact where IEEE 754 says what it is ...
+// Arithmetic of the language: exact where IEEE 754 says what it is (a product that is added to
+// something is not here: NVRTC makes it an fma, g++ is told not to) ...
 UNIT(arithmetic, 3, 5, float, 0) {
   const float x = float_at(in), y = float_at(in + 1), z = float_at(in + 2);
-  write(out, fmaf(x, y, z)), write(out + 1, x / y), write(out + 2, x * y + 0.0f);
+  write(out, fmaf(x, y, z)), write(out + 1, x / y), write(out + 2, x - y);
   write(out + 3, fmaxf(x, y)), write(out + 4, fabsf(z));
 }
 UNIT(arithmetic_of_doubles, 6, 6, double, 0) {
