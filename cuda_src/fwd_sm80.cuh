@@ -13,10 +13,9 @@
 // scores are selected away, and should a NaN still reach O through 0 * NaN (a non-finite V row
 // that only some rows of the tile may see), the tile is done again with multiply_pv_kept.
 #pragma once
-#include "attn/features.cuh"
 #include "attn/schedule.cuh"
+#include "attn/scores.cuh"
 #include "attn/softmax.cuh"
-#include "prim/barrier.cuh"
 
 template <class T_, int D_, int DV_, int BLOCK_Q_, int BLOCK_K_, int WARPS_, bool Q_IN_REGISTERS_>
 struct FwdTile {
@@ -175,40 +174,6 @@ CUFA2_DEVICE void multiply_pv_kept(typename Tile::Output& o, const typename Tile
       for (int h = 0; h < 2; ++h)
 #pragma unroll
         for (int e = 0; e < 4; ++e) o.at[m][2 * n + h][e] += sum_of_codes(codes.at[m][h][e]);
-  }
-}
-
-// Scores -> logits of one key block.
-template <class Tile, class Score>
-CUFA2_DEVICE void apply_score(typename Tile::Scores& s, const Score& score) {
-  if constexpr (!Score::kIdentity) {
-#pragma unroll
-    for (int n = 0; n < Tile::Scores::N_TILES; ++n) {
-#pragma unroll
-      for (int m = 0; m < Tile::M_TILES; ++m)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) s.at[m][n][e] = score.score(s.at[m][n][e]);
-    }
-  }
-}
-
-// Selects away the scores of keys that a row does not see; `key` is the block's first key.
-template <class Tile, class Mask>
-CUFA2_DEVICE void apply_mask(typename Tile::Scores& s, const Mask& mask, int q_begin, int key) {
-  const int lane = thread_index() % 32, q_row = q_begin + Tile::warp_row(thread_index());
-#pragma unroll
-  for (int r = 0; r < Tile::Scores::kRows; ++r) {
-    // Visible columns of this row, counted from the lane's first column.
-    const RowRange range = mask.row_range(q_row + Tile::Scores::row(lane, r));
-    const int origin = key + Tile::Scores::column(lane, 0, 0);
-    const int begin = range.begin - origin, end = range.end - origin;
-#pragma unroll
-    for (int n = 0; n < Tile::Scores::N_TILES; ++n)
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int column = Tile::Scores::column(0, n, c);
-        if (column < begin || column >= end) s.at[r >> 1][n][2 * (r & 1) + c] = -inf();
-      }
   }
 }
 

@@ -7,6 +7,7 @@ thin over it.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -198,6 +199,7 @@ class FlashAttention2:
         q, k, v = (call[n].canonical(self.options.layout) for n in ("q", "k", "v"))
         lens = (call["seqlens_q"], call["seqlens_k"])
         problem = make_problem(direction, self.options, q, k, v, *lens)
+        problem = replace(problem, tensor_maps=all(map(launch.mappable, (q, k, v))))
         mine = (self.head_dim, self.head_dim_v)
         if self.head_dim is not None and mine != (problem.head_dim, problem.head_dim_v):
             raise ValueError(
@@ -286,8 +288,7 @@ class FlashAttention2:
         hold(apart, at.stream)
 
     def _kernels(self, problem: Problem, index: int) -> list[Loaded]:
-        chosen = plan.choose(problem, device.info(index))
-        loaded = [launch.load(v, index) for v in chosen.variants]
+        loaded = [launch.load(v, index) for v in plan.choose(problem, device.info(index)).variants]
         for kernel in loaded:
             self._records[kernel.record.name, index] = kernel.record
         return loaded

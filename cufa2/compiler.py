@@ -22,7 +22,11 @@ from .cache import Cubin, Version, entries, store, version_text
 from .kernels import C_TYPES, MASKS, SCORES, Variant
 from .problem import CompileError
 
-_SIZE_NAMES = {"FwdParams": "CUFA2_FWD_PARAMS_BYTES", "BwdParams": "CUFA2_BWD_PARAMS_BYTES"}
+_SIZE_NAMES = {
+    "FwdParams": "CUFA2_FWD_PARAMS_BYTES",
+    "FwdSm90Params": "CUFA2_FWD_SM90_PARAMS_BYTES",
+    "BwdParams": "CUFA2_BWD_PARAMS_BYTES",
+}
 OPTIONS = ("--std=c++17", "-lineinfo", "--ptxas-options=-v")
 
 

@@ -6,8 +6,10 @@ no CUDA context, so a process may fork, or set CUDA_VISIBLE_DEVICES, before its 
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,6 +131,69 @@ def driver_cuda() -> tuple[int, int]:
     except RuntimeError:
         version = 0
     return version // 1000, version % 1000 // 10
+
+
+# Tensor maps (CUtensorMap): what the copy engine of sm_90 knows of a tensor.
+
+_MAP_TYPES = {"float16": 6, "bfloat16": 9}  # CUtensorMapDataType
+_SWIZZLE_128B, _L2_256B = 3, 3
+_BOX_COLUMNS = 64  # 128 bytes of 16-bit elements, the most that is swizzled
+
+
+def mappable(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
+    """Whether a tensor map can describe a (B, S, H, D) tensor, whose rows are aligned to 16 bytes:
+    strides in elements, positive where there is more than one element, under 2^40 bytes."""
+    pairs = zip(shape[:3], strides[:3], strict=True)
+    return all(n <= 1 or 0 < s * itemsize < 2**40 for n, s in pairs)
+
+
+def tensor_map(
+    pointer: int, shape: Sequence[int], strides: Sequence[int], dtype: str, rows: int
+) -> bytes:
+    """The CUtensorMap of a (B, S, H, D) tensor (strides in elements), read in boxes of `rows` rows
+    and 64 columns, swizzled by 128 bytes: axes (D, S, H, B)."""
+    (b, s, h, d), itemsize = shape, 2
+    # Axes of one element may have any stride; 16 is legal.
+    steps = [
+        st * itemsize if n > 1 else 16
+        for n, st in ((s, strides[1]), (h, strides[2]), (b, strides[0]))
+    ]
+    return encode_tensor_map(_MAP_TYPES[dtype], pointer, (d, s, h, b), steps, rows)
+
+
+def encode_tensor_map(
+    kind: int, pointer: int, extents: Sequence[int], strides: Sequence[int], rows: int
+) -> bytes:
+    """cuTensorMapEncodeTiled for four axes; RuntimeError with what it was given if it refuses."""
+    words, halves = ctypes.c_uint64 * 4, ctypes.c_uint32 * 4
+    memory = (ctypes.c_uint64 * 24)()  # 128 bytes that begin at a multiple of 64
+    start = -(-ctypes.addressof(memory) // 64) * 64
+    status = _libcuda().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(start),
+        kind,
+        4,
+        ctypes.c_void_p(pointer),
+        words(*extents),
+        (ctypes.c_uint64 * 3)(*strides),
+        halves(_BOX_COLUMNS, rows, 1, 1),
+        halves(1, 1, 1, 1),
+        0,
+        _SWIZZLE_128B,
+        _L2_256B,
+        0,
+    )
+    if status:
+        raise RuntimeError(
+            f"cuTensorMapEncodeTiled failed ({status}): address {pointer:#x}, extents "
+            f"{tuple(extents)}, strides {tuple(strides)} bytes, boxes of {rows} rows"
+        )
+    return ctypes.string_at(start, 128)
+
+
+@functools.cache
+def _libcuda() -> ctypes.CDLL:
+    """The driver, which CuPy has loaded."""
+    return ctypes.CDLL("libcuda.so.1")
 
 
 def cache_dir() -> Path:

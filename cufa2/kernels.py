@@ -55,6 +55,9 @@ class Kernel:
     atomics: tuple[str, ...] = ()  # dtypes with an instance that uses them, and one without
     dq_in_place: bool = False  # the atomics leave dq itself: nothing is left to do
     tf32: bool = False  # has an instance with products in TF32, for float32
+    max_cc: tuple[int, int] = (99, 9)
+    persistent: bool = False  # its blocks stay, at most one a multiprocessor, and claim their work
+    pairs: tuple[tuple[int, int], ...] = ()  # the only compiled sizes of D and Dv, if any
     grain: Callable[[int], int] = lambda largest: 1
 
     @property
@@ -64,6 +67,8 @@ class Kernel:
 
     def compiled_dims(self, head_dim: int, head_dim_v: int) -> tuple[int, int]:
         """The compiled sizes that serve these head dims."""
+        if self.pairs:
+            return next((d, dv) for d, dv in self.pairs if d >= head_dim and dv >= head_dim_v)
         grain = self.grain(max(head_dim, head_dim_v))
         sizes = [size for size in self.head_dims if size % grain == 0]
         d, dv = (next(size for size in sizes if size >= n) for n in (head_dim, head_dim_v))
@@ -152,6 +157,29 @@ KERNELS: tuple[Kernel, ...] = (
         head_dims=_HEAD_DIMS,
         tiles=tilings.FWD,
         excludes=(_TOO_LONG,),
+    ),
+    # Behind the portable one until it has been measured: only for those who ask for it by name.
+    Kernel(
+        name="fwd_sm90",
+        file="fwd_sm90.cuh",
+        direction="forward",
+        stage="main",
+        tile_type="FwdSm90Tile",
+        params="FwdSm90Params",
+        blocks=_query_tiles,
+        min_cc=(9, 0),
+        max_cc=(9, 0),
+        dtypes=_HALVES,
+        head_dims=(64, 96, 128, 192, 256),
+        pairs=((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)),
+        tiles=tilings.FWD_SM90,
+        excludes=(
+            _TOO_LONG,
+            ("calls without keys", lambda p: p.seqlen_k == 0),
+            ("tensors that no tensor map describes", lambda p: not p.tensor_maps),
+            ("more than 2^30 rows of heads", lambda p: p.batch * p.num_heads * p.seqlen_q > 2**30),
+        ),
+        persistent=True,
     ),
     Kernel(
         name="fwd_wide_sm80",

@@ -78,6 +78,7 @@ class Scratch:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self._buffer: Any = None
+        self._counter: Any = None
 
     def take(self, wanted: Sequence[tuple[tuple[int, ...], int]]) -> list[Any]:
         """Uninitialised arrays of these (shape, itemsize), as unsigned integers."""
@@ -91,6 +92,12 @@ class Scratch:
             made.append(flat.reshape(shape))
             start += size
         return made
+
+    def counter(self) -> Any:
+        """Two 32-bit zeros, for kernels that claim their work; they leave zeros behind."""
+        if self._counter is None:
+            self._counter = device.cupy().zeros(2, np.uint32)
+        return self._counter
 
     def _empty(self, size: int) -> Any:
         return device.cupy().empty(size, np.uint8)
@@ -110,7 +117,26 @@ def forward(
     """
     with _in_place(problem, views, ("q", "k", "v"), ("o",), (), scratch) as (placed, _):
         values = params.forward_values(problem, placed, kernel.info.l2_bytes)
+        if kernel.variant.kernel.persistent and problem.num_heads and problem.seqlen_q:
+            values |= _maps(kernel.variant, problem, placed)
+            values["counter"] = arrays.address(scratch.counter())
         _launch(kernel, problem, values, at)
+
+
+def mappable(view: ArrayView) -> bool:
+    """Whether a tensor map can describe a (B, S, H, D) view, or the copy that stands for it."""
+    return not arrays.aligned(view) or device.mappable(view.shape, view.strides, view.itemsize)
+
+
+def _maps(variant: Variant, problem: Problem, views: Mapping[str, Any]) -> dict[str, bytes]:
+    """Tensor maps of q, k and v with boxes of the tile's rows."""
+    rows = {"q": variant.tile.block_q, "k": variant.tile.block_k, "v": variant.tile.block_k}
+    return {
+        f"{name}_map": device.tensor_map(
+            views[name].pointer, views[name].shape, views[name].strides, problem.dtype, n
+        )
+        for name, n in rows.items()
+    }
 
 
 def backward(
@@ -178,7 +204,10 @@ def _launch(kernel: Loaded, problem: Problem, values: Mapping[str, Any], at: Pla
     blocks = row.blocks(tile, problem)
     if not blocks:
         return
-    grid_x = min(blocks, 2**31 - 1)
+    most = kernel.info.sm_count if row.persistent else 2**31 - 1
+    grid_x = min(blocks, most)
+    if row.persistent:
+        blocks = grid_x
     packed = np.void(params.pack(row.params, values))
     kernel.function(
         (grid_x, -(-blocks // grid_x)),

@@ -64,14 +64,25 @@ BWD_PARAMS = _layout(
     ("i", ("head_dim", "head_dim_v", *_MASK)),
     ("f", ("tanh_scale", "scale_log2", "scale")),
 )
-PARAMS = {"FwdParams": FWD_PARAMS, "BwdParams": BWD_PARAMS}
+MAPS = ("q_map", "k_map", "v_map")
+FWD_SM90_PARAMS = _layout(("128s", MAPS)) + FWD_PARAMS + _layout(("Q", ("counter",)))
+PARAMS = {
+    "FwdParams": FWD_PARAMS,
+    "FwdSm90Params": FWD_SM90_PARAMS,
+    "BwdParams": BWD_PARAMS,
+}
 FORMATS = {name: "".join(code for _, code in layout) for name, layout in PARAMS.items()}
-SIZES = {name: struct.calcsize(code) for name, code in FORMATS.items()}
+_ALIGNMENT = {"FwdSm90Params": 64}  # of structs with tensor maps
+SIZES = {
+    name: -(-struct.calcsize(code) // (a := _ALIGNMENT.get(name, 1))) * a
+    for name, code in FORMATS.items()
+}
 
 
 def pack(struct_name: str, values: Mapping[str, Any]) -> bytes:
     """The struct's bytes; KeyError if a field has no value."""
-    return struct.pack(FORMATS[struct_name], *(values[name] for name, _ in PARAMS[struct_name]))
+    fields = (values[name] for name, _ in PARAMS[struct_name])
+    return struct.pack(FORMATS[struct_name], *fields).ljust(SIZES[struct_name], b"\0")
 
 
 def forward_values(p: Problem, views: Views, l2_bytes: int) -> dict[str, Any]:

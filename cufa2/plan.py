@@ -80,6 +80,8 @@ def refusal(row: Kernel, problem: Problem, info: DeviceInfo) -> str | None:
     if info.cc < row.min_cc:
         have, need = (".".join(map(str, cc)) for cc in (info.cc, row.min_cc))
         return f"needs compute capability {need}, the card has {have}"
+    if info.cc > row.max_cc:
+        return "is for cards up to compute capability " + ".".join(map(str, row.max_cc))
     if problem.dtype not in row.dtypes:
         return f"takes {' and '.join(row.dtypes)}, not {problem.dtype}"
     largest = max(problem.head_dim, problem.head_dim_v)
@@ -95,18 +97,20 @@ def refusal(row: Kernel, problem: Problem, info: DeviceInfo) -> str | None:
 
 
 def variants(arch_info: DeviceInfo) -> Iterator[Variant]:
-    """Every variant with D = Dv that KERNELS can produce on an architecture."""
+    """Every variant that KERNELS can produce on an architecture, of pairs of D and Dv that differ
+    those that a row lists."""
     for row in KERNELS:
-        if arch_info.cc < row.min_cc:
+        if not row.min_cc <= arch_info.cc <= row.max_cc:
             continue
         masks, scores = (MASKS, SCORES) if row.policies else (("full",), ("plain",))
-        for dim, score, dtype in itertools.product(row.head_dims, scores, row.dtypes):
-            tile = _tile(row, dim, dim, dtype, score, arch_info)
+        pairs = row.pairs or [(dim, dim) for dim in row.head_dims]
+        for (d, dv), score, dtype in itertools.product(pairs, scores, row.dtypes):
+            tile = _tile(row, d, dv, dtype, score, arch_info)
             if tile is not None:
                 bare = (False, True) if dtype in row.atomics else (False,)
                 fast = (False, True) if row.tf32 and dtype == "float32" else (False,)
                 for mask, deterministic, tf32 in itertools.product(masks, bare, fast):
-                    yield Variant(row, tile, dtype, dim, dim, mask, score, deterministic, tf32)
+                    yield Variant(row, tile, dtype, d, dv, mask, score, deterministic, tf32)
 
 
 def mask_of(window_left: int | None, window_right: int | None) -> str:
@@ -139,6 +143,7 @@ def _tile(row: Kernel, d: int, dv: int, dtype: str, score: str, info: DeviceInfo
         t
         for t in row.tiles
         if max(d, dv) <= t.max_head_dim
+        and dv <= (t.max_head_dim_v or dv)
         and t.itemsize == ITEMSIZES[dtype]
         and t.smem_bytes(d, dv) <= room
         and (t.max_cc is None or info.cc <= t.max_cc)

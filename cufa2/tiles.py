@@ -19,6 +19,7 @@ class Tile:
     scores: tuple[str, ...] = ("plain", "softcap")
     itemsize: int = 2  # bytes of the elements that it is for
     least_smem: int = 0  # only where a block may have so many bytes: min_blocks fit together
+    max_head_dim_v: int = 0  # 0: as max_head_dim
 
     @property
     def arguments(self) -> tuple[int | bool, ...]:
@@ -44,6 +45,29 @@ class FwdTile(Tile):
         """Q (O leaves through it) and two stages of K and V."""
         q = self.block_q * max(head_dim, head_dim_v)
         return 2 * (q + 2 * self.block_k * (head_dim + head_dim_v))
+
+
+@dataclass(frozen=True)
+class FwdSm90Tile(Tile):
+    """A tile of fwd_sm90: a warpgroup for each 64 queries, and one that feeds them.
+
+    Q, and K and V, have stages of their own; `late` exponentials come before the wait for P V.
+    """
+
+    stages: int = 2
+    q_stages: int = 1
+    late: int = 0
+
+    @property
+    def arguments(self) -> tuple[int | bool, ...]:
+        return self.block_q, self.block_k, self.stages, self.q_stages, self.late
+
+    def smem_bytes(self, head_dim: int, head_dim_v: int) -> int:
+        """The stages, in blocks of 64 columns; barriers and frames."""
+        d, dv = (-(-n // 64) * 64 for n in (head_dim, head_dim_v))
+        tiles = self.q_stages * self.block_q * d + self.stages * self.block_k * (d + dv)
+        barriers = 8 * (2 * self.q_stages + 4 * self.stages + 1) + 4
+        return 2 * tiles + -(-barriers // 16) * 16 + 32 * self.q_stages
 
 
 @dataclass(frozen=True)

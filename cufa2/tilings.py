@@ -7,7 +7,19 @@ the least. The plain numbers: largest head dim, block_q, block_k, warps, min_blo
 
 from __future__ import annotations
 
-from .tiles import BwdTile, DqTile, FwdTile, Tile, WideGradTile, WideTile
+from .tiles import BwdTile, DqTile, FwdSm90Tile, FwdTile, Tile, WideGradTile, WideTile
+
+_PLAIN = ("plain",)
+FWD_SM90: tuple[Tile, ...] = (
+    FwdSm90Tile(64, 192, 128, 16, 1, scores=_PLAIN, q_stages=2, late=16),
+    FwdSm90Tile(96, 128, 128, 12, 1, q_stages=2, late=16),
+    FwdSm90Tile(128, 128, 128, 12, 1, q_stages=2, late=24),
+    FwdSm90Tile(192, 128, 128, 12, 1, max_head_dim_v=128, late=24),
+    FwdSm90Tile(192, 128, 112, 12, 1, scores=_PLAIN),
+    FwdSm90Tile(192, 128, 96, 12, 1),
+    FwdSm90Tile(256, 128, 80, 12, 1, scores=_PLAIN),
+    FwdSm90Tile(256, 128, 64, 12, 1),
+)
 
 FWD: tuple[Tile, ...] = (
     FwdTile(64, 128, 64, 4, 2, q_in_registers=True),

@@ -52,9 +52,9 @@ def name_of(cell: Cell) -> str:
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> dict[str, Any]:
+def problems(draw: st.DrawFn, longest: int) -> dict[str, Any]:
     """Sizes and options that compile nothing: those of the cell are filled in later."""
-    length = st.one_of(st.sampled_from((1, 16, 63, 64, 65, 128)), st.integers(1, 150))
+    length = st.one_of(st.sampled_from((1, 16, 63, 64, 65, 128)), st.integers(1, longest))
     sq, sk = draw(length), draw(length)
     heads = draw(st.sampled_from(((1, 1), (2, 1), (2, 2), (3, 1), (4, 2))))
     # The rule compares two largest errors: there must be enough values to draw them from.
@@ -121,9 +121,12 @@ def arrays_of(cell: Cell, case: dict[str, Any]) -> tuple[list[Any], dict[str, An
     return made, {name: lengths(*n) for name, n in case["lens"].items() if n is not None}
 
 
-def for_problems(cell: Cell, count: int, check: Callable[[dict[str, Any]], None]) -> None:
-    """Check `count` problems that are this cell's own, and the same in every run."""
-    run_all = given(case=problems())(check)
+def for_problems(
+    cell: Cell, count: int, check: Callable[[dict[str, Any]], None], longest: int = 150
+) -> None:
+    """Check `count` problems that are this cell's own, and the same in every run; `longest` is
+    the greatest length of a sequence."""
+    run_all = given(case=problems(longest))(check)
     chosen = settings(
         max_examples=count,
         phases=[Phase.generate],  # problems are small as they are, and shrinking takes minutes

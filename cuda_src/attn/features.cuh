@@ -13,6 +13,7 @@
 // wrong one can never lead outside it.
 struct Lengths {
   int q, k, shift;
+  CUFA2_DEVICE Lengths(int q, int k, int top_left) : q(q), k(k), shift(top_left ? 0 : k - q) {}
   template <class Params>
   CUFA2_DEVICE Lengths(const Params& p, i64 batch) : q(p.seqlen_q), k(p.seqlen_k) {
     if (p.seqlens_q) q = min(max(p.seqlens_q[batch * p.seqlens_q_stride], 0), q);
@@ -35,7 +36,7 @@ using ColumnRange = RowRange;
 
 // Only the length of the sequence limits what a row sees.
 struct FullMask {
-  static constexpr bool kPerRow = false;
+  static constexpr bool kPerRow = false, kLeft = false;
   int seqlen_q, seqlen_k;
   template <class Params>
   CUFA2_DEVICE FullMask(const Params&, const Lengths& len) : seqlen_q(len.q), seqlen_k(len.k) {}
@@ -53,7 +54,7 @@ struct FullMask {
 // i + shift - left <= j <= i + shift + right, both ends inclusive; causal is right = 0.
 template <bool LEFT, bool RIGHT> struct WindowMask {
   static_assert(LEFT || RIGHT, "a window without bounds is FullMask");
-  static constexpr bool kPerRow = true;
+  static constexpr bool kPerRow = true, kLeft = LEFT;
   int seqlen_q, seqlen_k, first, last;  // row i sees keys i + first .. i + last
   template <class Params>
   CUFA2_DEVICE WindowMask(const Params& p, const Lengths& len)

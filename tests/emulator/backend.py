@@ -12,11 +12,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -115,6 +117,21 @@ class HostScratch(Scratch):
         raw = np.full(size + 256, 0xFF, np.uint8)
         return raw[-raw.ctypes.data % 256 :][:size]
 
+    def counter(self) -> Any:
+        if self._counter is None:
+            self._counter = np.zeros(2, np.uint32)
+        return self._counter
+
+
+def encode_tensor_map(kind: int, pointer: int, extents: Any, strides: Any, rows: int) -> bytes:
+    """What stands for the driver's maps: EmulatedMap of runtime.h."""
+    for s in strides:
+        if not 0 < s < 2**40 or s % 16:
+            raise EmulatorError(f"a tensor map with a stride of {s} bytes")
+    if not all(0 < n <= 2**32 for n in extents) or not 0 < rows <= 256 or pointer % 16:
+        raise EmulatorError(f"a tensor map of {extents} at {pointer:#x} with {rows} rows a box")
+    return struct.pack("8Q2I", pointer, *extents, *strides, kind, rows).ljust(128, b"\0")
+
 
 class Emulated(FlashAttention2):
     """The launcher on an emulated GPU, the one that `device.info` tells of: takes NumPy arrays.
@@ -142,7 +159,8 @@ class Emulated(FlashAttention2):
         loaded = replace(
             kernel, function=_registering(kernel.function, views, ("o", "lse"), scratch)
         )
-        launch.forward(loaded, problem, views, _STREAM, scratch)
+        with mock.patch.object(device, "encode_tensor_map", encode_tensor_map):
+            launch.forward(loaded, problem, views, _STREAM, scratch)
         check_written(loaded.variant.name)
 
     def _run_backward(self, problem: Problem, kernels: list[Loaded], call: Any, at: Any) -> None:
@@ -178,8 +196,13 @@ def _registering(
                 flags = _WRITABLE | (_READABLE if work.ndim > 1 else 0)
                 place = (work.ctypes.data, work.shape, work.strides, work.itemsize)
                 known.append((f"work array {n}", *place, flags))
+        if scratch._counter is not None:
+            place = (scratch._counter.ctypes.data, (2,), (4,), 4)
+            known.append(("the counter of claims", *place, _READABLE | _WRITABLE))
         register(known)
         function(*args, **options)
+        if scratch._counter is not None and scratch._counter.any():
+            raise EmulatorError("claims of work are left behind")
 
     return call
 

@@ -22,7 +22,7 @@ from cufa2 import compiler, device
 from cufa2.kernels import Variant
 
 HERE = Path(__file__).resolve().parent
-MACHINE = ("threads.cpp", "memory.cpp", "numerics.cpp", "faults.cpp")
+MACHINE = ("threads.cpp", "memory.cpp", "async.cpp", "numerics.cpp", "faults.cpp")
 _COMMON = (
     *("-std=c++17", "-march=native", "-ffp-contract=off", "-fPIC", "-shared"),
     "-fno-omit-frame-pointer",  # the machine walks the stack by them

@@ -14,6 +14,14 @@ template <class T> inline T __shfl_xor_sync(unsigned, T x, int mask) {
   });
   return x;
 }
+template <class T> inline T __shfl_sync(unsigned, T x, int lane) {
+  struct Sent { T x; int lane; };
+  const Sent sent{x, lane};
+  emulator::collective<Sent, T>("shuffle", sent, x, [](const Sent* in, T* out) {
+    for (int l = 0; l < 32; ++l) out[l] = in[in[l].lane].x;
+  });
+  return x;
+}
 inline int __any_sync(unsigned, int flag) {
   int any = 0;
   emulator::collective<int, int>("vote", flag, any, [](const int* in, int* out) {

@@ -30,6 +30,22 @@ extern std::uintptr_t stack_begin, stack_end;
 // What the lanes of warps hand in and get, which the twins' own code reads and writes.
 extern std::uintptr_t slots_begin, slots_end;
 
+// threads.cpp: the running thread sleeps until another one wakes it.
+void sleep_for(const char* what);
+void wake(int thread);
+
+// async.cpp: what runs in the background of a block. land_one() ends a copy, if there is one.
+void begin_async_block();
+bool land_one();
+void end_async_thread();
+
+// memory.cpp, for async.cpp.
+unsigned char* begin_bulk_write(u32 address, u32 bytes);
+void end_bulk_write(u32 address, u32 bytes);
+const unsigned char* bulk_read_shared(u32 address, u32 bytes);
+void bulk_read_global(const void* from, void* to, std::size_t bytes);
+u32 random_number();
+
 // memory.cpp: a launch, a block of it, its end, and the end of a thread.
 void begin_launch(const void* module, u32 shared_bytes);
 void begin_block();

@@ -22,6 +22,8 @@ constexpr u32 kSharedBase = 4 * 1024;
 constexpr u32 kMaxStatic = 16 * 1024;
 alignas(1024) unsigned char shared_memory[kMaxShared + 1024], static_memory[kMaxStatic];
 
+u32 fences[kMaxThreads];  // when a thread last made its writes visible to the other proxy
+
 // What is known of UNIT bytes of memory: who wrote them last and who has read them since.
 struct Cell {
   static constexpr int kReads = 6;
@@ -31,10 +33,13 @@ struct Cell {
   u16 writer = 0;
   u8 reads = 0;  // kReads + 1: too many, see Shadow::crowds
   bool written = false, in_flight = false, atomic = false;
+  bool fenced = true;  // or written by a thread: the asynchronous proxy does not see it yet
   Read read[kReads];
 };
 
-enum class Access { kRead, kWrite, kStart, kAtomic };  // kStart: of a copy that lands later
+// kStart: of a copy that lands later. Bulk copies and products of warpgroups see memory through
+// another proxy than threads do.
+enum class Access { kRead, kWrite, kStart, kAtomic, kBulkStart, kBulkRead };
 
 class Shadow {
  public:
@@ -52,6 +57,14 @@ class Shadow {
       fault = check_cell(i, access, stamp, launch_stamp);
     }
     return fault;
+  }
+
+  // A bulk copy counts as done when its thread asked for it: who waits for its bytes waits for
+  // that thread's arrival, too.
+  void land_bulk(std::size_t at, std::size_t bytes) {
+    for (std::size_t i = at / unit_; i <= (at + bytes - 1) / unit_; ++i) {
+      cells_[i].in_flight = false;
+    }
   }
 
   void land(std::size_t at, std::size_t bytes) {
@@ -74,15 +87,18 @@ class Shadow {
       crowds_.erase(i);
     }
     if (cell.in_flight) {
-      return of_thread("that a cp.async of thread %d is still to write", cell.writer);
+      return of_thread("that a copy of thread %d is still to write", cell.writer);
     }
     const bool before = cell.write_clock <= seen(current, cell.writer);
     const bool both = access == Access::kAtomic && cell.atomic;
     if (cell.written && cell.writer != current && !before && !both) {
       return of_thread("that thread %d wrote, with no barrier in between", cell.writer);
     }
-    if (access == Access::kRead) {
+    if (access == Access::kRead || access == Access::kBulkRead) {
       if (fresh_ && !cell.written) return "that nobody wrote";
+      if (access == Access::kBulkRead && !cell.fenced && cell.write_clock > fences[cell.writer]) {
+        return of_thread("that thread %d wrote, with no proxy fence after it", cell.writer);
+      }
       add_read(i, cell);
       return {};
     }
@@ -91,8 +107,9 @@ class Shadow {
     crowds_.erase(i);
     cell.reads = 0;
     cell.written = true;
-    cell.in_flight = access == Access::kStart;
+    cell.in_flight = access == Access::kStart || access == Access::kBulkStart;
     cell.atomic = access == Access::kAtomic;
+    cell.fenced = access == Access::kBulkStart;
     cell.writer = static_cast<u16>(current);
     cell.write_clock = now(current);
     return {};
@@ -196,7 +213,8 @@ Region* region_of(std::uintptr_t at) {
 }
 
 const char* verb(Access access) {
-  return access == Access::kRead ? "reads" : access == Access::kAtomic ? "adds to" : "writes";
+  const bool read = access == Access::kRead || access == Access::kBulkRead;
+  return read ? "reads" : access == Access::kAtomic ? "adds to" : "writes";
 }
 
 void check_global(std::uintptr_t at, std::size_t bytes, Access access) {
@@ -306,7 +324,7 @@ void begin_block() {
   std::memset(static_memory, 0xff, sizeof static_memory);
   variables.clear();
   static_bytes = 0;
-  for (int t = 0; t < block_threads; ++t) copies[t] = Copies();
+  for (int t = 0; t < block_threads; ++t) copies[t] = Copies(), fences[t] = 0;
 }
 
 void end_thread() {
@@ -418,6 +436,37 @@ void read_global(const void* from, void* to, int bytes) {
 void write_global(void* to, const void* from, int bytes) {
   require_aligned(to, bytes, "writes");
   check_global(reinterpret_cast<std::uintptr_t>(to), bytes, Access::kWrite);
+  std::memcpy(to, from, bytes);
+}
+
+u32 exchange_global(u32* at, u32 x, bool adds) {
+  require_aligned(at, 4, "adds to");
+  check_global(reinterpret_cast<std::uintptr_t>(at), 4, Access::kAtomic);
+  const u32 old = *at;
+  *at = adds ? old + x : x;
+  return old;
+}
+
+void fence_for_bulk() {
+  fences[current] = now(current);
+  ++seen(current, current);
+}
+
+unsigned char* begin_bulk_write(u32 address, u32 bytes) {
+  const u32 at = address - kSharedBase - shared_shift;
+  check_shared(at, bytes, Access::kBulkStart);
+  return shared_memory + shared_shift + at;
+}
+void end_bulk_write(u32 address, u32 bytes) {
+  dynamic_shadow->land_bulk(address - kSharedBase - shared_shift, bytes);
+}
+const unsigned char* bulk_read_shared(u32 address, u32 bytes) {
+  const u32 at = address - kSharedBase - shared_shift;
+  check_shared(at, bytes, Access::kBulkRead);
+  return shared_memory + shared_shift + at;
+}
+void bulk_read_global(const void* from, void* to, std::size_t bytes) {
+  check_global(reinterpret_cast<std::uintptr_t>(from), bytes, Access::kRead);
   std::memcpy(to, from, bytes);
 }
 

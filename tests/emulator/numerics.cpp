@@ -178,4 +178,13 @@ void add_product_of_float64(double (&d)[4], const double (&a)[4], const double (
   add_product("product of float64", d, a, b, multiply_wide<double, double, double, as_it_is>);
 }
 
+float dot_of_halves(bool fp16, const std::uint16_t* a, const std::uint16_t* b, float sum) {
+  Number left[16], right[16];
+  for (int k = 0; k < 16; ++k) {
+    left[k] = fp16 ? number_of_fp16(a[k]) : number_of_bf16(a[k]);
+    right[k] = fp16 ? number_of_fp16(b[k]) : number_of_bf16(b[k]);
+  }
+  return dot<16>(left, right, sum);
+}
+
 }  // namespace emulator

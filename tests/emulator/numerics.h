@@ -20,4 +20,7 @@ void add_product_of_bf16(float (&d)[4], const std::uint32_t (&a)[4], const std::
 void add_product_of_tf32(float (&d)[4], const std::uint32_t (&a)[4], const std::uint32_t (&b)[2]);
 void add_product_of_float64(double (&d)[4], const double (&a)[4], const double (&b)[2]);
 
+// One element of a product that sums 16 terms.
+float dot_of_halves(bool fp16, const std::uint16_t* a, const std::uint16_t* b, float sum);
+
 }  // namespace emulator

@@ -55,7 +55,36 @@ void write_shared(std::uint32_t address, const void* from, int bytes);
 void load_matrices(std::uint32_t (&r)[4], std::uint32_t address);
 void load_matrices_transposed(std::uint32_t (&r)[4], std::uint32_t address);
 
+// mbarriers, in shared memory: see prim/mbarrier.cuh.
+void make_mbarrier(std::uint32_t address, int arrivals);
+void arrive_at_mbarrier(std::uint32_t address, std::uint32_t expected_bytes);
+void wait_for_mbarrier(std::uint32_t address, std::uint32_t parity);
+void fence_for_bulk();
+
+// The box of a tensor map at these coordinates (D, S, H, B), written to shared memory later.
+struct EmulatedMap {
+  std::uint64_t pointer, extents[4], strides[3];  // strides in bytes, of S, H and B
+  std::uint32_t kind, rows;
+};
+void load_box(std::uint32_t shared, const EmulatedMap* map, std::uint32_t barrier, int column,
+              int row, int head, int batch);
+
+// Products of a warpgroup, done at the wait: D (64 x 8 TILES) += A B.
+struct WarpgroupProduct {
+  float (*d)[4];
+  int tiles;
+  bool fp16, accumulate, in_registers;
+  std::uint64_t a, b;      // operands in shared memory, see prim/wgmma.cuh
+  const std::uint32_t* a_registers;  // four of them
+};
+void begin_product(const WarpgroupProduct& product);
+void fence_products();
+void commit_products();
+void wait_for_products(int batches);
+void set_registers(int count, bool more);
+
 // Global memory.
+std::uint32_t exchange_global(std::uint32_t* at, std::uint32_t x, bool adds);
 void read_global(const void* from, void* to, int bytes);
 void write_global(void* to, const void* from, int bytes);
 void add_global(float* to, float x);

@@ -26,6 +26,7 @@ std::uintptr_t stack_begin, stack_end;
 namespace {
 
 constexpr std::size_t kStackBytes = 256 * 1024, kSlotBytes = 128;
+constexpr int kBackground = -2;  // a thread waits for something that async.cpp knows of
 constexpr std::size_t kDepth = 48;  // frames of a stack that are kept
 
 enum class State { kReady, kWaiting, kDone };
@@ -97,11 +98,6 @@ void wait(const char* what, int barrier_id) {
   sleep();
 }
 
-void wake(int thread) {
-  threads[thread].state = State::kReady;
-  warps[thread / 32].ready |= 1u << thread % 32;
-}
-
 // What each of these threads has seen by now, all of them see.
 void join(const std::vector<int>& members) {
   std::vector<u32> all(block_threads, 0);
@@ -117,6 +113,7 @@ context::fiber run_thread(context::fiber&& from) {
   scheduler = std::move(from);
   kernel(parameters);
   end_thread();
+  end_async_thread();
   threads[current].state = State::kDone;
   warps[current / 32].ready &= ~(1u << current % 32);
   return std::move(scheduler);
@@ -168,7 +165,9 @@ void report_deadlock() {
     resume(t);
     char what[96];
     const int id = threads[t].barrier;
-    if (id < 0) {
+    if (id == kBackground) {
+      std::snprintf(what, sizeof what, "for %s", threads[t].waits_for);
+    } else if (id < 0) {
       std::snprintf(what, sizeof what, "for their warp to come to a %s", threads[t].waits_for);
     } else {
       std::snprintf(what, sizeof what, "at barrier %d of %d threads, %d have come", id,
@@ -193,6 +192,7 @@ void report_deadlock() {
 
 void run_block() {
   begin_block();
+  begin_async_block();
   clocks.assign(static_cast<std::size_t>(block_threads) * block_threads, 0);
   stacks.resize(block_threads * kStackBytes);
   for (auto& b : barriers) b = Barrier();
@@ -219,8 +219,11 @@ void run_block() {
   Schedule schedule(block_threads / 32);
   while (error.empty()) {
     const int next = schedule.next();
-    if (next < 0) break;
-    resume(next);
+    // Copies end as late as can be, when nobody can go on, or now and then before.
+    if (next < 0 || (schedule.kind == Schedule::kAnyone && random_bits() % 64 == 0)) {
+      if (!land_one() && next < 0) break;
+    }
+    if (next >= 0) resume(next);
   }
   if (!error.empty()) return;
   for (int t = 0; t < block_threads; ++t) {
@@ -234,6 +237,13 @@ std::uintptr_t slots_begin = reinterpret_cast<std::uintptr_t>(warps);
 std::uintptr_t slots_end = slots_begin + sizeof warps;
 
 int thread_index() { return current; }
+
+void wake(int thread) {
+  threads[thread].state = State::kReady;
+  warps[thread / 32].ready |= 1u << thread % 32;
+}
+void sleep_for(const char* what) { wait(what, kBackground); }
+u32 random_number() { return static_cast<u32>(random_bits()); }
 
 void fail(const char* format, ...) {
   va_list arguments;

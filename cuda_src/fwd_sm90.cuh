@@ -1,0 +1,503 @@
+// Forward attention on Hopper's warpgroup products (wgmma), fed by tensor maps (sm_90a).
+//
+//   o[i] = sum_j exp(s[i,j] - lse[i]) v[j],   s = softmax_scale q k^T (+ policies)
+//
+// Blocks stay on their multiprocessor and claim tile after tile of BLOCK_Q query rows. One thread
+// of the first warpgroup brings Q, and K and V in rings of STAGES; each other warpgroup owns 64 of
+// the rows. It walks over the key blocks from the last to the first and overlaps two of them:
+//
+//   S(n) = Q K(n)^T and O += P(n+1) V(n+1) are issued together; once S(n) is there its softmax
+//   runs beside the second product, and P(n) is packed when that has ended.
+//
+// A warpgroup leaves out blocks that none of its rows sees. NaN never leaks from a masked key:
+// rows past a tensor come as zeros, rows past a sequence are zeroed on arrival, masked scores are
+// selected away, and should a NaN reach O through 0 * NaN all the same (a non-finite V row that
+// only some rows of the tile may see), its warp sums its rows up again (attn/rows_again.cuh).
+#pragma once
+#include "attn/params_sm90.cuh"
+#include "attn/rows_again.cuh"
+#include "attn/schedule.cuh"
+#include "attn/scores.cuh"
+#include "attn/softmax_sm90.cuh"
+#include "prim/exchange.cuh"
+#include "prim/warpgroup.cuh"
+#include "tile/blocked.cuh"
+
+template <class T_, int D_, int DV_, int BLOCK_Q_, int BLOCK_K_, int STAGES_, int Q_STAGES_,
+          int LATE_>
+struct FwdSm90Tile {
+  using T = T_;
+  static constexpr int D = D_, DV = DV_, BLOCK_Q = BLOCK_Q_, BLOCK_K = BLOCK_K_;
+  static constexpr int STAGES = STAGES_, Q_STAGES = Q_STAGES_, LATE = LATE_;
+  static constexpr int kGroups = BLOCK_Q / 64;  // warpgroups that compute
+  static constexpr int kRegisters = kGroups == 3 ? 160 : 240;
+  static constexpr int kProducerRegisters = kGroups == 3 ? 32 : 24;
+  static_assert(BLOCK_Q == 64 * kGroups && (kGroups == 2 || kGroups == 3), "64 rows a warpgroup");
+
+  using Q = BlockedTile<BLOCK_Q, D>;
+  using K = BlockedTile<BLOCK_K, D>;
+  using V = BlockedTile<BLOCK_K, DV>;
+  using Scores = Accumulator<1, BLOCK_K / 8>;
+  using Output = Accumulator<1, DV / 8>;
+  using Softmax = LazySoftmax<T, Scores, Output, LATE>;
+  static constexpr int M_TILES = 1;
+
+  // First row within the tile of a warp that computes; the first warpgroup does not.
+  static CUFA2_DEVICE int warp_row(int thread) { return (thread / 32 - 4) * 16; }
+  static constexpr int kTileBytes = Q_STAGES * Q::kBytes + STAGES * (K::kBytes + V::kBytes);
+};
+
+// One tile: what the producer has found out about it.
+struct alignas(16) TileFrame {
+  int valid;         // 0: there are no more
+  int batch, head, q_begin;
+  int len_q, len_k;  // of the batch entry
+  int first, last;   // key blocks that some row of the tile sees; none: last < first
+};
+
+// Behind the tiles in shared memory: barriers, frames.
+template <class Tile> struct Control {
+  static constexpr u32 kQFull = 0, kQEmpty = kQFull + 8 * Tile::Q_STAGES;
+  static constexpr u32 kKFull = kQEmpty + 8 * Tile::Q_STAGES, kKEmpty = kKFull + 8 * Tile::STAGES;
+  static constexpr u32 kVFull = kKEmpty + 8 * Tile::STAGES, kVEmpty = kVFull + 8 * Tile::STAGES;
+  static constexpr u32 kVRaw = kVEmpty + 8 * Tile::STAGES;
+  static constexpr u32 kNever = kVRaw + 8;
+  static constexpr u32 kFrames = (kNever + 4 + 15) / 16 * 16;
+  static constexpr u32 kBytes = kFrames + Tile::Q_STAGES * sizeof(TileFrame);
+};
+
+// A place in a ring of COUNT, and the parity of its phase.
+template <int COUNT> struct RingPlace {
+  int stage;
+  u32 parity;
+  CUFA2_DEVICE void next() {
+    if (++stage == COUNT) stage = 0, parity ^= 1;
+  }
+};
+
+template <class Tile, class Mask>
+CUFA2_DEVICE TileFrame frame_of(const FwdParams& p, int tile) {
+  const int tiles = (p.seqlen_q + Tile::BLOCK_Q - 1) / Tile::BLOCK_Q;
+  const Place at = find_place<u32>(tile, p.heads_total, p.section, p.num_heads, tiles);
+  if (!at.valid) return {0, 0, 0, 0, 0, 0, 0, -1};
+  const Lengths len(p, at.batch);
+  const Mask mask(p, len);
+  const int q_begin = (tiles - 1 - at.tile) * Tile::BLOCK_Q;
+  const int q_end = min(q_begin + Tile::BLOCK_Q, len.q);
+  const KvRange range = mask.kv_range(q_begin, q_end);
+  const bool any = q_begin < q_end && range.begin < range.end;
+  return {1, static_cast<int>(at.batch), at.head, q_begin, len.q, len.k,
+          any ? range.begin / Tile::BLOCK_K : 0, any ? (range.end - 1) / Tile::BLOCK_K : -1};
+}
+
+CUFA2_DEVICE void store_frame(u32 shared, const TileFrame& frame) {
+  const auto& half = reinterpret_cast<const Chunk(&)[2]>(frame);
+  store_shared_16(shared, half[0]);
+  store_shared_16(shared + 16, half[1]);
+}
+CUFA2_DEVICE TileFrame load_frame(u32 shared) {
+  const Chunk a = load_shared_16(shared), b = load_shared_16(shared + 16);
+  return {warp_uniform(a.word[0]), warp_uniform(a.word[1]), warp_uniform(a.word[2]),
+          warp_uniform(a.word[3]), warp_uniform(b.word[0]), warp_uniform(b.word[1]),
+          warp_uniform(b.word[2]), warp_uniform(b.word[3])};
+}
+
+// Zeros the V rows of a tile from `row` on: memory past a sequence may hold anything.
+template <class Tile> CUFA2_DEVICE void zero_rows(u32 v_tile, int row, int lane) {
+#pragma unroll 1
+  for (int block = 0; block < Tile::V::kBlocks; ++block) {
+    const u32 start = v_tile + block * Tile::V::kBlockBytes;
+    for (int i = row * 8 + lane; i < Tile::BLOCK_K * 8; i += 32) {
+      store_shared_16(start + 16 * i, {});
+    }
+  }
+  fence_shared_for_async();
+  warp_sync();
+}
+
+// The producer: one warp, of which lane 0 does all but zeroing.
+template <class Tile, class Mask>
+CUFA2_DEVICE void produce(const FwdSm90Params& params, u32 q_tiles, u32 k_tiles, u32 v_tiles,
+                          u32 control) {
+  using C = Control<Tile>;
+  const FwdParams& p = params.call;
+  const int lane = thread_index() % 32;
+  const bool leader = lane == 0;
+  RingPlace<Tile::Q_STAGES> q{0, 1};
+  RingPlace<Tile::STAGES> k{0, 1}, v{0, 1};
+  u32 raw_parity = 0;
+  int tile = blockIdx.x;
+  for (;;) {
+    const TileFrame frame = frame_of<Tile, Mask>(p, tile);
+    const u32 q_full = control + C::kQFull + 8 * q.stage;
+    mbarrier_wait(control + C::kQEmpty + 8 * q.stage, q.parity);
+    if (leader) {
+      store_frame(control + C::kFrames + q.stage * sizeof(TileFrame), frame);
+      if (frame.last < frame.first) {
+        mbarrier_arrive(q_full);
+      } else {
+        mbarrier_arrive_expecting(q_full, Tile::Q::kBytes);
+        Tile::Q::load(q_tiles + q.stage * Tile::Q::kBytes, params.q_map, q_full, frame.q_begin,
+                      frame.head, frame.batch);
+      }
+    }
+    if (!frame.valid) break;
+    q.next();
+    const int kv_head = frame.head / p.group;
+    int next = tile;
+    for (int block = frame.last; block >= frame.first - 1; --block) {
+      if (block >= frame.first) {
+        const u32 full = control + C::kKFull + 8 * k.stage;
+        mbarrier_wait(control + C::kKEmpty + 8 * k.stage, k.parity);
+        if (leader) {
+          mbarrier_arrive_expecting(full, Tile::K::kBytes);
+          Tile::K::load(k_tiles + k.stage * Tile::K::kBytes, params.k_map, full,
+                        block * Tile::BLOCK_K, kv_head, frame.batch);
+        }
+        k.next();
+      } else {
+        // As late as can be: a tile that is claimed when the one before it begins makes the order
+        // of claims differ from the order of ends.
+        next = leader ? claim_work(params.counter) : 0;
+      }
+      if (block < frame.last) {
+        const int key = (block + 1) * Tile::BLOCK_K;
+        const u32 full = control + C::kVFull + 8 * v.stage, raw = control + C::kVRaw;
+        const u32 target = v_tiles + v.stage * Tile::V::kBytes;
+        // Beyond the tensor there are zeros anyway.
+        const bool foreign = frame.len_k < p.seqlen_k && key + Tile::BLOCK_K > frame.len_k;
+        mbarrier_wait(control + C::kVEmpty + 8 * v.stage, v.parity);
+        if (leader) {
+          mbarrier_arrive_expecting(foreign ? raw : full, Tile::V::kBytes);
+          Tile::V::load(target, params.v_map, foreign ? raw : full, key, kv_head, frame.batch);
+        }
+        if (foreign) {
+          mbarrier_wait(raw, raw_parity);
+          raw_parity ^= 1;
+          zero_rows<Tile>(target, frame.len_k - key, lane);
+          if (leader) mbarrier_arrive(full);
+        }
+        v.next();
+      }
+    }
+    tile = warp_uniform(next);
+  }
+  if (leader) end_claims(params.counter);
+}
+
+// S = Q K^T of a warpgroup's rows and one key block.
+template <class Tile>
+CUFA2_DEVICE void multiply_qk(typename Tile::Scores& s, u32 q_rows, u32 k_tile) {
+  const u64 q = operand_of_columns(q_rows), k = operand_of_columns(k_tile);
+#pragma unroll
+  for (int kk = 0; kk < Tile::D / 16; ++kk) {
+    wgmma_columns<typename Tile::T>(s.at[0], q + Tile::Q::step_of_columns(kk),
+                                    k + Tile::K::step_of_columns(kk), kk != 0);
+  }
+}
+
+// The same of one warp alone, at once.
+template <class Tile>
+CUFA2_DEVICE void multiply_qk_again(typename Tile::Scores& s, u32 q_rows, u32 k_tile) {
+  const int lane = thread_index() % 32, row = thread_index() % 128 / 32 * 16;
+  s.clear();
+#pragma unroll
+  for (int n = 0; n < Tile::BLOCK_K / 8; ++n) {
+#pragma unroll 1  // each step by itself: registers are short
+    for (int kk = 0; kk < Tile::D / 16; kk += 2) {
+      u32 a[4], b[4];
+      Tile::K::load_b(b, k_tile, 8 * n, kk, lane);
+      Tile::Q::load_a(a, q_rows, row, kk, lane);
+      mma_m16n8k16<typename Tile::T>(s.at[0][n], a, b[0], b[1]);
+      Tile::Q::load_a(a, q_rows, row, kk + 1, lane);
+      mma_m16n8k16<typename Tile::T>(s.at[0][n], a, b[2], b[3]);
+    }
+  }
+  warp_sync();  // lane 0 releases what all have read
+}
+
+// O += P V of a warpgroup's rows and one key block.
+template <class Tile>
+CUFA2_DEVICE void multiply_pv(typename Tile::Output& o, const typename Tile::Softmax::Weights& p,
+                              u32 v_tile) {
+  const u64 v = operand_of_rows(v_tile, Tile::BLOCK_K);
+#pragma unroll
+  for (int kk = 0; kk < Tile::BLOCK_K / 16; ++kk) {
+    wgmma_rows<typename Tile::T>(o.at[0], p[kk], v + Tile::V::step_of_rows(kk));
+  }
+}
+
+// Multiplies a warpgroup's rows of Q by 0 or -1, so that scale <= 0 costs the main loop nothing:
+// the softmax always sees a positive scale and takes the right maximum.
+template <class Tile>
+CUFA2_DEVICE void apply_sign(u32 q_rows, float sign, int thread, int barrier) {
+#pragma unroll 1
+  for (int block = 0; block < Tile::Q::kBlocks; ++block) {
+    const u32 start = q_rows + block * Tile::Q::kBlockBytes;
+#pragma unroll 1
+    for (int i = thread; i < Tile::Q::kGroupBytes / 16; i += 128) {
+      Chunk c = load_shared_16(start + 16 * i);
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        const Float2 f = unpack2<typename Tile::T>(c.word[w]);
+        c.word[w] = pack2<typename Tile::T>(f.lo * sign, f.hi * sign);
+      }
+      store_shared_16(start + 16 * i, c);
+    }
+  }
+  fence_shared_for_async();
+  group_sync(barrier, 128);
+}
+
+// Writes 16 rows and 32 columns of O, normalised. The lanes of a quad exchange elements so that
+// each writes 16 bytes. Rows without a visible key and rows past the sequence are exact zeros.
+template <class T>
+CUFA2_DEVICE void store_columns(const FwdParams& p, const TileFrame& frame, int first_row,
+                                const float (&o)[4][4], const float (&inverse)[2], int column) {
+  using Rows = Accumulator<1, 4>;
+  const int lane = thread_index() % 32, t = lane % 4;
+  T* out = static_cast<T*>(p.o) + frame.batch * p.o_stride.batch + frame.head * p.o_stride.head;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int i = first_row + Rows::row(lane, r);
+    const bool zero = inverse[r] == 0.0f || i >= frame.len_q;
+    u32 word[4];  // columns 2 t.. of tile n; wanted: all columns of tile t
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const u32 rounded = pack2<T>(o[n][2 * r] * inverse[r], o[n][2 * r + 1] * inverse[r]);
+      word[n] = zero ? 0u : rounded;
+    }
+    quad_transpose(word, t);
+    if (i < p.seqlen_q && column + 8 * t < p.head_dim_v) {
+      store_global_16(out + i * p.o_stride.row + column + 8 * t,
+                      {{word[0], word[1], word[2], word[3]}});
+    }
+  }
+}
+
+// A warpgroup's walk over the key blocks of its tiles.
+template <class Tile, class Mask, class Score> struct Consumer {
+  using C = Control<Tile>;
+  const FwdParams& p;
+  const Score score;
+  const u32 q_tiles, k_tiles, v_tiles, control;
+  const int group;  // of those that compute
+  RingPlace<Tile::STAGES> place{0, 0};  // of the next K and V that come
+  typename Tile::Scores s;
+  typename Tile::Softmax::Weights weights;
+  typename Tile::Output o;
+  typename Tile::Softmax softmax;
+
+  CUFA2_DEVICE Consumer(const FwdParams& p, u32 q_tiles, u32 k_tiles, u32 v_tiles, u32 control,
+                        int group)
+      : p(p), score(p), q_tiles(q_tiles), k_tiles(k_tiles), v_tiles(v_tiles), control(control),
+        group(group) {}
+
+  CUFA2_DEVICE u32 barrier(u32 offset, int stage) const { return control + offset + 8 * stage; }
+  // Each warp releases for itself.
+  CUFA2_DEVICE void release(u32 offset, int stage) const {
+    if (thread_index() % 32 == 0) mbarrier_arrive(barrier(offset, stage));
+  }
+  CUFA2_DEVICE u32 k_tile(int stage) const { return k_tiles + stage * Tile::K::kBytes; }
+  CUFA2_DEVICE u32 v_tile(int stage) const { return v_tiles + stage * Tile::V::kBytes; }
+
+  // Lets `count` blocks pass that none of these rows sees.
+  CUFA2_DEVICE void skip(int count) {
+    for (; count > 0; --count) {
+      mbarrier_wait(barrier(C::kKFull, place.stage), place.parity);
+      mbarrier_wait(barrier(C::kVFull, place.stage), place.parity);
+      warp_sync();  // every lane has seen the phase that lane 0 lets end
+      release(C::kKEmpty, place.stage);
+      release(C::kVEmpty, place.stage);
+      place.next();
+    }
+  }
+
+  // Issues S = Q K^T of the block at `place`.
+  CUFA2_DEVICE void begin_scores(u32 q_rows) {
+    mbarrier_wait(barrier(C::kKFull, place.stage), place.parity);
+    pin(s.at[0]);
+    wgmma_fence();
+    multiply_qk<Tile>(s, q_rows, k_tile(place.stage));
+    wgmma_commit();
+  }
+  // Issues O += P V of the block at `at`.
+  CUFA2_DEVICE void begin_output(const RingPlace<Tile::STAGES>& at) {
+    mbarrier_wait(barrier(C::kVFull, at.stage), at.parity);
+    pin(weights);
+    pin(o.at[0]);
+    wgmma_fence();
+    multiply_pv<Tile>(o, weights, v_tile(at.stage));
+    wgmma_commit();
+  }
+
+  // Block n, after block n + 1.
+  template <bool MASKED> CUFA2_DEVICE void step(u32 q_rows, const Mask& mask, int q_begin, int n) {
+    const auto before = place;
+    place.next();
+    begin_scores(q_rows);
+    begin_output(before);
+    wgmma_wait<1>();
+    pin(s.at[0]);
+    const auto wait = [&] {
+      wgmma_wait<0>();
+      pin(o.at[0]);
+      release(C::kVEmpty, before.stage);
+    };
+    const u32 never = control + C::kNever;
+    apply_score<Tile>(s, score);
+    if constexpr (MASKED) {
+      release(C::kKEmpty, place.stage);
+      apply_mask<Tile>(s, mask, q_begin, n * Tile::BLOCK_K);
+      softmax.exact(s, weights, o, p.scale_log2, never, wait);
+    } else {
+      softmax.quick(s, weights, o, p.scale_log2, never, wait, [&](typename Tile::Scores& scores) {
+        multiply_qk_again<Tile>(scores, q_rows, k_tile(place.stage));
+        apply_score<Tile>(scores, score);
+      });
+      release(C::kKEmpty, place.stage);
+    }
+  }
+
+  CUFA2_DEVICE void tile(const TileFrame& frame, int q_stage) {
+    const Mask mask(p, Lengths(frame.len_q, frame.len_k, p.top_left));
+    const int begin = frame.q_begin + 64 * group, end = min(begin + 64, frame.len_q);
+    const KvRange range = mask.kv_range(begin, end);
+    const bool any = begin < end && range.begin < range.end;
+    const int first = any ? range.begin / Tile::BLOCK_K : frame.first;
+    const int last = any ? (range.end - 1) / Tile::BLOCK_K : frame.first - 1;
+    const int full_first = (range.full_begin + Tile::BLOCK_K - 1) / Tile::BLOCK_K;
+    const int full_beyond = range.full_end / Tile::BLOCK_K;
+    o.clear();
+    softmax.reset();
+    skip(frame.last - last);
+    if (any) {
+      const u32 q_rows = q_tiles + q_stage * Tile::Q::kBytes + group * Tile::Q::kGroupBytes;
+      if (p.q_sign != 1.0f) apply_sign<Tile>(q_rows, p.q_sign, thread_index() % 128, 1 + group);
+      begin_scores(q_rows);
+      wgmma_wait<0>();
+      pin(s.at[0]);
+      release(C::kKEmpty, place.stage);
+      apply_score<Tile>(s, score);
+      if (last >= full_beyond || last < full_first) {
+        apply_mask<Tile>(s, mask, frame.q_begin, last * Tile::BLOCK_K);
+      }
+      softmax.exact(s, weights, o, p.scale_log2, control + C::kNever, [] {});
+      int n = last - 1;
+#pragma unroll 1
+      for (; n >= max(first, full_beyond); --n) step<true>(q_rows, mask, frame.q_begin, n);
+#pragma unroll 1
+      for (; n >= max(first, full_first); --n) step<false>(q_rows, mask, frame.q_begin, n);
+      if constexpr (Mask::kLeft) {
+#pragma unroll 1
+        for (; n >= first; --n) step<true>(q_rows, mask, frame.q_begin, n);
+      }
+      release(C::kQEmpty, q_stage);
+      begin_output(place);
+      wgmma_wait<0>();
+      pin(o.at[0]);
+      release(C::kVEmpty, place.stage);
+      place.next();
+    } else {
+      release(C::kQEmpty, q_stage);
+    }
+    skip(first - frame.first);
+    store(frame, mask, range, any);
+  }
+
+  CUFA2_DEVICE void store(const TileFrame& frame, const Mask& mask, const KvRange& range,
+                          bool any) {
+    using T = typename Tile::T;
+    const int row = frame.q_begin + Tile::warp_row(thread_index());
+    float inverse[2], lse[2];
+    softmax.finish(inverse, lse);
+    const int lane = thread_index() % 32;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int i = row + Tile::Output::row(lane, r);
+      if (p.lse && lane % 4 == 0 && i < p.seqlen_q) {
+        static_cast<float*>(p.lse)[frame.batch * p.lse_stride.batch +
+                                   frame.head * p.lse_stride.head + i * p.lse_stride.row] =
+            i < frame.len_q ? lse[r] : -inf();
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < Tile::DV / 8; n += 4) {
+      const auto& columns = reinterpret_cast<const float(&)[4][4]>(o.at[0][n]);
+      store_columns<T>(p, frame, row, columns, inverse, 8 * n);
+    }
+    if constexpr (Mask::kPerRow) {
+      if (!any || !warp_any(has_nan(row, frame.len_q))) return;
+#pragma unroll 1
+      for (int column = 0; column < p.head_dim_v; column += 32) {
+        Accumulator<1, 4> again;
+        sum_again<T>(p, frame.batch, frame.head, frame.len_q, mask, score, softmax, row,
+                     range.begin, range.end, column, again);
+        store_columns<T>(p, frame, row, again.at[0], inverse, column);
+      }
+    }
+  }
+
+  // Whether this lane owns a NaN in a row of the sequence.
+  CUFA2_DEVICE bool has_nan(int row, int len_q) const {
+    bool nan[2] = {false, false};
+#pragma unroll
+    for (int n = 0; n < Tile::Output::N_TILES; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) nan[e >> 1] = nan[e >> 1] || o.at[0][n][e] != o.at[0][n][e];
+    const int lane = thread_index() % 32;
+    return (nan[0] && row + Tile::Output::row(lane, 0) < len_q) ||
+           (nan[1] && row + Tile::Output::row(lane, 1) < len_q);
+  }
+
+  CUFA2_DEVICE void run() {
+    RingPlace<Tile::Q_STAGES> q{0, 0};
+    for (;;) {
+      mbarrier_wait(barrier(C::kQFull, q.stage), q.parity);
+      const TileFrame frame = load_frame(control + C::kFrames + q.stage * sizeof(TileFrame));
+      warp_sync();  // lane 0 releases what all have read
+      if (!frame.valid) return;
+      tile(frame, q.stage);
+      q.next();
+    }
+  }
+};
+
+template <class Tile, class Mask, class Score>
+CUFA2_DEVICE void fwd_sm90(const FwdSm90Params& params) {
+  using C = Control<Tile>;
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  const u32 q_tiles = shared_address(shared_memory);
+  const u32 k_tiles = q_tiles + Tile::Q_STAGES * Tile::Q::kBytes;
+  const u32 v_tiles = k_tiles + Tile::STAGES * Tile::K::kBytes;
+  const u32 control = v_tiles + Tile::STAGES * Tile::V::kBytes;
+  if (thread_index() == 0) {
+    tensor_map_prefetch(params.q_map);
+    tensor_map_prefetch(params.k_map);
+    tensor_map_prefetch(params.v_map);
+    constexpr int kWarps = 4 * Tile::kGroups;
+    for (int i = 0; i < Tile::Q_STAGES; ++i) {
+      mbarrier_make(control + C::kQFull + 8 * i, 1);
+      mbarrier_make(control + C::kQEmpty + 8 * i, kWarps);
+    }
+    for (int i = 0; i < Tile::STAGES; ++i) {
+      mbarrier_make(control + C::kKFull + 8 * i, 1);
+      mbarrier_make(control + C::kKEmpty + 8 * i, kWarps);
+      mbarrier_make(control + C::kVFull + 8 * i, 1);
+      mbarrier_make(control + C::kVEmpty + 8 * i, kWarps);
+    }
+    mbarrier_make(control + C::kVRaw, 1);
+    mbarrier_make_fence();
+  }
+  block_sync();
+  const int group = warp_uniform(thread_index() / 128);
+  if (group == 0) {
+    give_registers<Tile::kProducerRegisters>();
+    if (warp_uniform(thread_index() / 32) == 0) {
+      produce<Tile, Mask>(params, q_tiles, k_tiles, v_tiles, control);
+    }
+  } else {
+    take_registers<Tile::kRegisters>();
+    Consumer<Tile, Mask, Score>(params.call, q_tiles, k_tiles, v_tiles, control, group - 1).run();
+  }
+}

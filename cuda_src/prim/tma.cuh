@@ -1,0 +1,21 @@
+// The tensor memory accelerator (sm_90): one thread asks for a whole box of a tensor.
+#pragma once
+#include "mbarrier.cuh"
+
+// A CUtensorMap, which the driver fills in. It must be read where it is passed: in a kernel's
+// __grid_constant__ parameters.
+struct alignas(64) TensorMap { char opaque[128]; };
+
+CUFA2_DEVICE void tensor_map_prefetch(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" :: "l"(&map) : "memory");
+}
+
+// Copies the box at (column, row, head, batch) of a (B, H, S, D) map to `shared` in the
+// background. All bytes of the box, those outside the tensor as zeros, count for `barrier`.
+CUFA2_DEVICE void tma_load(u32 shared, const TensorMap& map, u32 barrier, int column, int row,
+                           int head, int batch) {
+  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+               "[%0], [%1, {%3, %4, %5, %6}], [%2];"
+               :: "r"(shared), "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head),
+                  "r"(batch) : "memory");
+}

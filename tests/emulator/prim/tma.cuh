@@ -1,0 +1,12 @@
+// Twin of prim/tma.cuh. Maps are those of backend.py, not the driver's.
+#pragma once
+#include "mbarrier.cuh"
+
+struct alignas(64) TensorMap { char opaque[128]; };
+
+CUFA2_DEVICE void tensor_map_prefetch(const TensorMap&) {}
+CUFA2_DEVICE void tma_load(u32 shared, const TensorMap& map, u32 barrier, int column, int row,
+                           int head, int batch) {
+  emulator::load_box(shared, reinterpret_cast<const emulator::EmulatedMap*>(&map), barrier, column,
+                     row, head, batch);
+}

@@ -1,0 +1,16 @@
+// Twin of prim/warpgroup.cuh.
+#pragma once
+#include "types.cuh"
+
+template <int COUNT> CUFA2_DEVICE void take_registers() { emulator::set_registers(COUNT, true); }
+template <int COUNT> CUFA2_DEVICE void give_registers() { emulator::set_registers(COUNT, false); }
+
+CUFA2_DEVICE int claim_work(u32* counter) {
+  return static_cast<int>(gridDim.x + emulator::exchange_global(counter, 1, true));
+}
+CUFA2_DEVICE void end_claims(u32* counter) {
+  if (emulator::exchange_global(counter + 1, 1, true) == gridDim.x - 1) {
+    emulator::exchange_global(counter, 0, false);
+    emulator::exchange_global(counter + 1, 0, false);
+  }
+}

@@ -1,0 +1,26 @@
+// Twin of prim/wgmma.cuh.
+#pragma once
+#include "types.cuh"
+
+CUFA2_DEVICE u64 operand_of_columns(u32 shared) {
+  return (static_cast<u64>(0x40000040u) << 32) | (1u << 16) | ((shared & 0x3ffff) >> 4);
+}
+CUFA2_DEVICE u64 operand_of_rows(u32 shared, int rows) {
+  return (static_cast<u64>(0x40000040u) << 32) | (static_cast<u32>(rows * 8) << 16) |
+         ((shared & 0x3ffff) >> 4);
+}
+
+CUFA2_DEVICE void wgmma_fence() { emulator::fence_products(); }
+CUFA2_DEVICE void wgmma_commit() { emulator::commit_products(); }
+template <int BATCHES> CUFA2_DEVICE void wgmma_wait() { emulator::wait_for_products(BATCHES); }
+CUFA2_DEVICE void not_before(float, u32) {}
+template <class Value> CUFA2_DEVICE void pin(Value&) {}
+
+template <class T, int TILES>
+CUFA2_DEVICE void wgmma_columns(float (&d)[TILES][4], u64 a, u64 b, bool accumulate) {
+  emulator::begin_product({d, TILES, is_same<T, fp16_t>, accumulate, false, a, b, nullptr});
+}
+template <class T, int TILES>
+CUFA2_DEVICE void wgmma_rows(float (&d)[TILES][4], const u32 (&a)[4], u64 b) {
+  emulator::begin_product({d, TILES, is_same<T, fp16_t>, true, true, 0, b, a});
+}
