@@ -191,10 +191,14 @@ class Memory:
                 raise AssertionError(f"{name} is an input and was written")
 
 
-def make(small: Small, dtype: str, dim: int, seed: int) -> tuple[Inputs, dict[str, np.ndarray]]:
+def make(
+    small: Small, dtype: str, dims: tuple[int, int], seed: int
+) -> tuple[Inputs, dict[str, np.ndarray]]:
     """q, k, v, do and the lengths of a problem, on the host."""
     b, sq, sk, h, hk = small.shape
-    made = make_inputs((b, sq, sk, h, hk, dim - small.less, dim - small.less_v), dtype, seed)
+    made = make_inputs(
+        (b, sq, sk, h, hk, dims[0] - small.less, dims[1] - small.less_v), dtype, seed
+    )
     if small.lying[4] == "broadcast":
         made = made._replace(do=np.repeat(made.do[:, :1], sq, axis=1))
     lengths = {
@@ -212,9 +216,9 @@ def hide(lengths: np.ndarray | None, *tensors: np.ndarray) -> None:
             x[i, n:] = np.nan
 
 
-def forward(small: Small, dtype: str, dim: int, seed: int) -> None:
+def forward(small: Small, dtype: str, dims: tuple[int, int], seed: int) -> None:
     """Compute o and lse of a problem on the GPU and compare; AssertionError says what is wrong."""
-    (q, k, v, _), lengths = make(small, dtype, dim, seed)
+    (q, k, v, _), lengths = make(small, dtype, dims, seed)
     options = {**small.options, **lengths}
     exact = reference64(q, k, v, **options)
     rough = (x.astype(low_dtype(small, dtype)) for x in (q, k, v))
@@ -252,9 +256,11 @@ def forward(small: Small, dtype: str, dim: int, seed: int) -> None:
         raise AssertionError("memory between the rows of o was written")
 
 
-def backward(small: Small, dtype: str, dim: int, seed: int, deterministic: bool) -> None:
+def backward(
+    small: Small, dtype: str, dims: tuple[int, int], seed: int, deterministic: bool
+) -> None:
     """Compute the gradients of a problem on the GPU and compare, likewise."""
-    (q, k, v, do), lengths = make(small, dtype, dim, seed)
+    (q, k, v, do), lengths = make(small, dtype, dims, seed)
     options = {**small.options, **lengths}
     o, lse = (
         x.astype(t)
@@ -335,17 +341,19 @@ def lse_dtype(dtype: str) -> Any:
 
 @dataclass(frozen=True)
 class Target:
-    """A kernel row with a tile that it takes on some card for D = Dv = dim."""
+    """A kernel row with a tile that it takes on some card for these head dims."""
 
     row: Kernel
     dim: int
+    dim_v: int
     tile: Tile
 
     @property
     def name(self) -> str:
         """As printed."""
         number, size = self.row.tiles.index(self.tile), (self.tile.block_q, self.tile.block_k)
-        return f"{self.row.name}, D={self.dim}, tile {number} of {size[0]} x {size[1]}"
+        dims = f"D={self.dim}, Dv={self.dim_v}"
+        return f"{self.row.name}, {dims}, tile {number} of {size[0]} x {size[1]}"
 
     @property
     def dtypes(self) -> list[str]:
@@ -385,20 +393,22 @@ class Target:
         """The values of `deterministic` for which the row takes part."""
         if self.row.direction == "forward":
             return [False]
-        modes = (False, True)
-        dtype = self.dtypes[0]
-        return [m for m in modes if tile_of(self.row, self.dim, dtype, info, deterministic=m)]
+        return [m for m in (False, True) if self.tile_on(info, deterministic=m)]
+
+    def tile_on(self, info: device.DeviceInfo, **options: Any) -> Tile | None:
+        """The tile that the row takes on a card for these head dims."""
+        return tile_of(self.row, (self.dim, self.dim_v), self.dtypes[0], info, **options)
 
 
 CHOOSE = plan.choose
 
 
 def tile_of(
-    row: Kernel, dim: int, dtype: str, card: device.DeviceInfo, **options: Any
+    row: Kernel, dims: tuple[int, int], dtype: str, card: device.DeviceInfo, **options: Any
 ) -> Tile | None:
-    """The tile that `row` takes for D = Dv = dim on a card; None if it takes no part."""
-    head = SimpleNamespace(shape=(1, 1, 1, dim), dtype=dtype)
-    problem = make_problem(row.direction, Options.make(**options), head, head, head)
+    """The tile that `row` takes for D and Dv on a card; None if it takes no part."""
+    head, head_v = (SimpleNamespace(shape=(1, 1, 1, n), dtype=dtype) for n in dims)
+    problem = make_problem(row.direction, Options.make(**options), head, head, head_v)
     try:
         variants = CHOOSE(problem, card, row.name).variants
     except UnsupportedError:
@@ -417,11 +427,11 @@ def targets(info: device.DeviceInfo) -> tuple[Target, ...]:
     ]
     found: dict[Target, None] = {}
     for row in KERNELS:
-        every = itertools.product(row.head_dims, row.dtypes, cards, asked)
-        for dim, dtype, card, options in every:
-            tile = tile_of(row, dim, dtype, card, **options)
+        pairs = row.pairs or [(dim, dim) for dim in row.head_dims]
+        for dims, dtype, card, options in itertools.product(pairs, row.dtypes, cards, asked):
+            tile = tile_of(row, dims, dtype, card, **options)
             if tile is not None:
-                found[Target(row, dim, tile)] = None
+                found[Target(row, *dims, tile)] = None
     return tuple(found)
 
 
@@ -434,7 +444,7 @@ def needed(info: device.DeviceInfo, few: bool) -> Iterator[int]:
     found = targets(info)
     for n, t in enumerate(found):
         if t.row.stage != "main" and t.tile in (
-            tile_of(t.row, t.dim, t.dtypes[0], info, deterministic=m) for m in t.modes(info)
+            t.tile_on(info, deterministic=m) for m in t.modes(info)
         ):
             continue
         if few and any(t.row is x.row and t.tile == x.tile and t.dim < x.dim for x in found):
@@ -454,13 +464,14 @@ class Job:
     def run(self) -> str | None:
         """What is wrong, or None."""
         target, small = targets(device.info(0))[self.target], SMALL[self.small]
+        dims = (target.dim, target.dim_v)
         attention.launcher.cache_clear()  # and with it work memory of earlier problems
         with mock.patch.object(plan, "choose", side_effect=target.choose) as chooser:
             try:
                 if target.row.direction == "forward":
-                    forward(small, self.dtype, target.dim, self.small)
+                    forward(small, self.dtype, dims, self.small)
                 else:
-                    backward(small, self.dtype, target.dim, self.small, self.deterministic)
+                    backward(small, self.dtype, dims, self.small, self.deterministic)
             except AssertionError as e:
                 mode = ", deterministic" if self.deterministic else ""
                 return f"{target.name}, {self.dtype}, {small.name}{mode}: {e}"

@@ -210,7 +210,8 @@ def test_sanitizer_forces_the_tile(script: Any) -> None:
     for target in script("sanitize_cases").targets(info):
         for mode, softcap in itertools.product(target.modes(info), (0.0, 2.0)):
             problem = problem_of(target, deterministic=mode, softcap=softcap)
-            own = plan.choose(problem, info).variants
+            row = target.row.name if target.row.stage == "main" else None
+            own = plan.choose(problem, info, row).variants
             for forced, free in zip(target.choose(problem, info).variants, own, strict=True):
                 made_for = forced.score in target.tile.scores
                 if forced.kernel is target.row and made_for:
@@ -221,8 +222,9 @@ def test_sanitizer_forces_the_tile(script: Any) -> None:
 
 def problem_of(target: Any, **options: Any) -> Problem:
     """A problem that the sanitizer's target serves."""
-    head = SimpleNamespace(shape=(1, 1, 1, target.dim), dtype=target.dtypes[0])
-    return make_problem(target.row.direction, Options.make(**options), head, head, head)
+    dims = (target.dim, target.dim_v)
+    head, head_v = (SimpleNamespace(shape=(1, 1, 1, n), dtype=target.dtypes[0]) for n in dims)
+    return make_problem(target.row.direction, Options.make(**options), head, head, head_v)
 
 
 def test_benchmarks_refuse_wrong_results(script: Any) -> None:

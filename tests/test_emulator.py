@@ -37,7 +37,7 @@ RIGHT = """
 """
 # ... and what is reported if a piece of it is replaced.
 WRONG = {
-    "no wait": ("cp_async_wait<0>();", "", r"a cp.async of thread \d+ is still to write"),
+    "no wait": ("cp_async_wait<0>();", "", r"a copy of thread \d+ is still to write"),
     "a group too early": ("cp_async_wait<0>();", "cp_async_wait<1>();", "is still to write"),
     "no barrier after the copy": (
         "cp_async_wait<0>();\n  block_sync();",

@@ -30,7 +30,7 @@ CELLS = [
 
 @pytest.fixture(autouse=True)
 def hopper(card: Backend) -> Iterator[None]:
-    """An emulated card with two multiprocessors, or a real one; what fwd_sm90 can take, it does."""
+    """An emulated Hopper card or a real one; what fwd_sm90 can take, it does."""
     asked = []
 
     def choose(problem: Any, info: Any, kernel: Any = None) -> Any:

@@ -192,11 +192,12 @@ def test_variants_of_an_architecture(arch: str) -> None:
     assert len({v.name for v in made}) == len(made)
     assert len(set(made)) == len(made)
     assert all(v.smem_bytes + SMEM_RESERVE <= info.smem_per_block for v in made)
-    rows = [row for row in KERNELS if info.cc >= row.min_cc]
+    rows = [row for row in KERNELS if row.min_cc <= info.cc <= row.max_cc]
     seen = collections.Counter((v.kernel.name, v.head_dim, v.dtype) for v in made)
     each = len(kernels.MASKS) * len(kernels.SCORES)
     assert seen == {
-        (row.name, d, t): (each * (1 + (t in row.atomics)) if row.policies else 1)
+        (row.name, d, t): max(1, sum(d == pair[0] for pair in row.pairs))
+        * (each * (1 + (t in row.atomics)) if row.policies else 1)
         * (1 + (row.tf32 and t == "float32"))
         for row in rows
         for d in row.head_dims

@@ -287,6 +287,7 @@ def test_problem_holds_what_was_asked(direction: Any, dtype: str) -> None:
         "has_seqlens_k": False,
         "precision": None,
         "deterministic": False,
+        "tensor_maps": True,
     }
     assert made.group == 2
     assert made.shift(5, 7) == 0

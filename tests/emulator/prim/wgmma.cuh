@@ -13,8 +13,9 @@ CUFA2_DEVICE u64 operand_of_rows(u32 shared, int rows) {
 CUFA2_DEVICE void wgmma_fence() { emulator::fence_products(); }
 CUFA2_DEVICE void wgmma_commit() { emulator::commit_products(); }
 template <int BATCHES> CUFA2_DEVICE void wgmma_wait() { emulator::wait_for_products(BATCHES); }
-CUFA2_DEVICE void not_before(float, u32) {}
-template <class Value> CUFA2_DEVICE void pin(Value&) {}
+CUFA2_DEVICE void not_before(float x, u32 never) { (void)x, (void)never; }
+template <class Value> CUFA2_DEVICE void pin(Value (&d)[4]) { (void)d; }
+template <class Value, int TILES> CUFA2_DEVICE void pin(Value (&d)[TILES][4]) { (void)d; }
 
 template <class T, int TILES>
 CUFA2_DEVICE void wgmma_columns(float (&d)[TILES][4], u64 a, u64 b, bool accumulate) {
