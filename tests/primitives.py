@@ -26,6 +26,22 @@ THREADS, BLOCKS, SHARED_BYTES = 64, 24, 2048
 Array = np.ndarray[Any, Any]
 
 
+# Twins whose units are in hopper.cuh, a kernel each.
+HOPPER = ("mbarrier.cuh", "tma.cuh", "wgmma.cuh", "warpgroup.cuh")
+
+
+def code_of(file: Path) -> str:
+    """A source without its comments."""
+    return re.sub("//.*", "", file.read_text())
+
+
+def functions_of(file: Path) -> list[str]:
+    """The names of the functions that a header defines."""
+    found = re.findall(r"CUFA2_DEVICE [\w ]+? (\w+)\(", code_of(file))
+    assert found, file
+    return found
+
+
 class Unit(NamedTuple):
     """A UNIT of primitives.cuh."""
 

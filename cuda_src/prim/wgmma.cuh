@@ -39,16 +39,12 @@ CUFA2_DEVICE void not_before(float x, u32 never) {
 }
 
 // Keeps the compiler from moving what it does with these registers across this place.
-template <class Value> CUFA2_DEVICE void pin(Value (&d)[4]) {
-#pragma unroll
-  for (int e = 0; e < 4; ++e) {
-    if constexpr (is_same<Value, float>) asm volatile("" : "+f"(d[e]) :: "memory");
-    else asm volatile("" : "+r"(d[e]) :: "memory");
-  }
-}
 template <class Value, int TILES> CUFA2_DEVICE void pin(Value (&d)[TILES][4]) {
 #pragma unroll
-  for (int i = 0; i < TILES; ++i) pin(d[i]);
+  for (int i = 0; i < 4 * TILES; ++i) {
+    if constexpr (is_same<Value, float>) asm volatile("" : "+f"(d[i / 4][i % 4]) :: "memory");
+    else asm volatile("" : "+r"(d[i / 4][i % 4]) :: "memory");
+  }
 }
 
 // The registers of D, by N: their names and what they stand for.
@@ -99,8 +95,13 @@ template <class Value, int TILES> CUFA2_DEVICE void pin(Value (&d)[TILES][4]) {
 template <class T, int TILES>
 CUFA2_DEVICE void wgmma_columns(float (&d)[TILES][4], u64 a, u64 b, bool accumulate) {
   constexpr int COUNT = 4 * TILES;
-  static_assert(COUNT == 40 || COUNT == 56 || COUNT == 64, "N is 80, 112 or 128");
-  if constexpr (COUNT == 40) {
+  static_assert(COUNT == 32 || COUNT == 40 || COUNT == 48 || COUNT == 56 || COUNT == 64,
+                "N is 64, 80, 96, 112 or 128");
+  if constexpr (COUNT == 32) {
+    CUFA2_OF_TYPE(CUFA2_PRODUCT, 64, 32, "%32", "%33", "%34");
+  } else if constexpr (COUNT == 48) {
+    CUFA2_OF_TYPE(CUFA2_PRODUCT, 96, 48, "%48", "%49", "%50");
+  } else if constexpr (COUNT == 40) {
     CUFA2_OF_TYPE(CUFA2_PRODUCT, 80, 40, "%40", "%41", "%42");
   } else if constexpr (COUNT == 56) {
     CUFA2_OF_TYPE(CUFA2_PRODUCT, 112, 56, "%56", "%57", "%58");

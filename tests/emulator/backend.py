@@ -55,7 +55,9 @@ class Function:
         self, grid: Any, block: Any, args: Any, *, shared_mem: int, stream: Any = None
     ) -> None:
         (params,) = args
-        packed = ctypes.create_string_buffer(params.tobytes(), params.nbytes)
+        memory = ctypes.create_string_buffer(params.nbytes + 64)
+        packed = ctypes.c_void_p(-(-ctypes.addressof(memory) // 64) * 64)  # as parameters are
+        ctypes.memmove(packed, params.tobytes(), params.nbytes)
         message = ctypes.create_string_buffer(_MESSAGE_BYTES)
         stack, depth = (ctypes.c_void_p * _STACK_DEPTH)(), ctypes.c_int(_STACK_DEPTH)
         seed = next(self.seeds)

@@ -1,0 +1,134 @@
+// What a Hopper block does in the background, on whole numbers: the results are exact, so that a
+// real card and the emulated one must both give what NumPy does.
+#include "prim/barrier.cuh"
+#include "prim/exchange.cuh"
+#include "prim/reduce.cuh"
+#include "prim/warpgroup.cuh"
+#include "tile/blocked.cuh"
+
+struct HopperParams {
+  TensorMap a, b, c;  // (B, H, S, D), boxes of 128, N and N rows
+  float* s;           // (128, N)
+  float* o;           // (128, DV)
+  u32* box;           // (128, D / 2), A as it lies in shared memory
+  u32* claims;        // (count,)
+  u32* counter;       // (2,)
+  int count, row, head, batch;  // of the claims; of A and B
+};
+
+// S = -A B^T and O = S C by two warpgroups, 64 rows each; a third one brings the operands. Once
+// more with B in the other stage of a ring of two.
+template <class T, int D, int N, int DV> CUFA2_DEVICE void products(const HopperParams& p) {
+  using A = BlockedTile<128, D>;
+  using B = BlockedTile<N, D>;
+  using C = BlockedTile<N, DV>;
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  const u32 a = shared_address(shared_memory), b = a + A::kBytes, c = b + 2 * B::kBytes;
+  const u32 a_full = c + C::kBytes, b_full = a_full + 8, b_empty = b_full + 16;
+  const u32 c_full = b_empty + 16, never = c_full + 8;
+  const int thread = thread_index(), group = warp_uniform(thread / 128);
+  if (thread == 0) {
+    tensor_map_prefetch(p.a);
+    mbarrier_make(a_full, 1);
+    for (int i = 0; i < 2; ++i) {
+      mbarrier_make(b_full + 8 * i, 1);
+      mbarrier_make(b_empty + 8 * i, 8);
+    }
+    mbarrier_make(c_full, 1);
+    mbarrier_make_fence();
+  }
+  block_sync();
+  if (group == 0) {
+    give_registers<24>();
+    if (thread == 0) {
+      mbarrier_arrive_expecting(a_full, A::kBytes);
+      A::load(a, p.a, a_full, p.row, p.head, p.batch);
+      mbarrier_arrive_expecting(c_full, C::kBytes);
+      C::load(c, p.c, c_full, 0, p.head, p.batch);
+      for (int i = 0; i < 4; ++i) {
+        mbarrier_wait(b_empty + 8 * (i % 2), (i / 2 & 1) ^ 1);
+        mbarrier_arrive_expecting(b_full + 8 * (i % 2), B::kBytes);
+        B::load(b + i % 2 * B::kBytes, p.b, b_full + 8 * (i % 2), 0, p.head, p.batch);
+      }
+    }
+    return;
+  }
+  take_registers<240>();
+  const int lane = thread % 32, first = thread - 128;
+  mbarrier_wait(a_full, 0);
+  for (int i = first; i < A::kBytes / 16; i += 256) {
+    Chunk x = load_shared_16(a + 16 * i);
+    for (int w = 0; w < 4; ++w) {
+      p.box[4 * i + w] = x.word[w];
+      x.word[w] ^= 0x80008000u;  // the sign of both elements
+    }
+    store_shared_16(a + 16 * i, x);
+  }
+  fence_shared_for_async();
+  group_sync(1, 256);
+  const u32 rows = a + (group - 1) * A::kGroupBytes;
+  Accumulator<1, N / 8> s;
+  for (int i = 0; i < 4; ++i) {
+    mbarrier_wait(b_full + 8 * (i % 2), i / 2 & 1);
+    pin(s.at[0]);
+    wgmma_fence();
+    const u64 left = operand_of_columns(rows), right = operand_of_columns(b + i % 2 * B::kBytes);
+#pragma unroll
+    for (int kk = 0; kk < D / 16; ++kk) {
+      wgmma_columns<T>(s.at[0], left + A::step_of_columns(kk), right + B::step_of_columns(kk),
+                       kk != 0);
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    pin(s.at[0]);
+    if (lane == 0) mbarrier_arrive(b_empty + 8 * (i % 2));
+  }
+  u32 weights[N / 16][4];
+#pragma unroll
+  for (int kk = 0; kk < N / 16; ++kk)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float* pair = &s.at[0][2 * kk + (e >> 1)][2 * (e & 1)];
+      weights[kk][e] = pack2<T>(pair[0], pair[1]);
+    }
+  Accumulator<1, DV / 8> o;
+  o.clear();
+  mbarrier_wait(c_full, 0);
+  pin(weights);
+  pin(o.at[0]);
+  wgmma_fence();
+#pragma unroll
+  for (int kk = 0; kk < N / 16; ++kk) {
+    wgmma_rows<T>(o.at[0], weights[kk], operand_of_rows(c, N) + C::step_of_rows(kk));
+  }
+  wgmma_commit();
+  not_before(s.at[0][0][0], never);
+  wgmma_wait<0>();
+  pin(o.at[0]);
+  const int row = first / 32 * 16;
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    const int i = row + s.row(lane, e >> 1);
+#pragma unroll
+    for (int n = 0; n < N / 8; ++n) p.s[i * N + s.column(lane, n, e)] = s.at[0][n][e];
+#pragma unroll
+    for (int n = 0; n < DV / 8; ++n) p.o[i * DV + o.column(lane, n, e)] = o.at[0][n][e];
+  }
+}
+
+// Each claim is somebody's, once; words that a quad exchanges come to their places.
+CUFA2_DEVICE void claims(const HopperParams& p) {
+  const int lane = thread_index(), t = lane % 4;
+  if (lane >= 32) return;
+  int mine = static_cast<int>(blockIdx.x);
+  while (mine < p.count) {
+    u32 word[4];
+    for (int n = 0; n < 4; ++n) word[n] = 16 * t + n;
+    quad_transpose(word, t);
+    bool right = true;
+    for (int n = 0; n < 4; ++n) right &= word[n] == static_cast<u32>(16 * n + t);
+    if (!warp_any(!right) && lane == 0) p.claims[mine] += 1;
+    mine = warp_uniform(lane == 0 ? claim_work(p.counter) : -1);
+  }
+  if (lane == 0) end_claims(p.counter);
+}
