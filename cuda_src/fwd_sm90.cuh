@@ -42,18 +42,9 @@ struct FwdSm90Tile {
 
   // First row within the tile of a warp that computes; the first warpgroup does not.
   static CUFA2_DEVICE int warp_row(int thread) { return (thread / 32 - 4) * 16; }
+  using Control = ControlBlock<Q_STAGES, STAGES>;
   static constexpr int kTileBytes = Q_STAGES * Q::kBytes + STAGES * (K::kBytes + V::kBytes);
-};
-
-// Behind the tiles in shared memory: barriers, frames.
-template <class Tile> struct Control {
-  static constexpr u32 kQFull = 0, kQEmpty = kQFull + 8 * Tile::Q_STAGES;
-  static constexpr u32 kKFull = kQEmpty + 8 * Tile::Q_STAGES, kKEmpty = kKFull + 8 * Tile::STAGES;
-  static constexpr u32 kVFull = kKEmpty + 8 * Tile::STAGES, kVEmpty = kVFull + 8 * Tile::STAGES;
-  static constexpr u32 kVRaw = kVEmpty + 8 * Tile::STAGES;
-  static constexpr u32 kNever = kVRaw + 8;
-  static constexpr u32 kFrames = (kNever + 4 + 15) / 16 * 16;
-  static constexpr u32 kBytes = kFrames + Tile::Q_STAGES * sizeof(TileFrame);
+  static constexpr int kBytes = kTileBytes + Control::kBytes;
 };
 
 // Zeros the V rows of a tile from `row` on: memory past a sequence may hold anything.
@@ -73,7 +64,7 @@ template <class Tile> CUFA2_DEVICE void zero_rows(u32 v_tile, int row, int lane)
 template <class Tile, class Mask>
 CUFA2_DEVICE void produce(const FwdSm90Params& params, u32 q_tiles, u32 k_tiles, u32 v_tiles,
                           u32 control) {
-  using C = Control<Tile>;
+  using C = typename Tile::Control;
   const FwdParams& p = params.call;
   const int lane = thread_index() % 32;
   const bool leader = lane == 0;
@@ -83,8 +74,8 @@ CUFA2_DEVICE void produce(const FwdSm90Params& params, u32 q_tiles, u32 k_tiles,
   int tile = blockIdx.x;
   for (;;) {
     const TileFrame frame = frame_of<Tile, Mask>(p, tile);
-    const u32 q_full = control + C::kQFull + 8 * q.stage;
-    mbarrier_wait(control + C::kQEmpty + 8 * q.stage, q.parity);
+    const u32 q_full = control + C::kQFull + kMbarrierBytes * q.stage;
+    mbarrier_wait(control + C::kQEmpty + kMbarrierBytes * q.stage, q.parity);
     if (leader) {
       store_frame(control + C::kFrames + q.stage * sizeof(TileFrame), frame);
       if (frame.last < frame.first) {
@@ -101,8 +92,8 @@ CUFA2_DEVICE void produce(const FwdSm90Params& params, u32 q_tiles, u32 k_tiles,
     int next = tile;
     for (int block = frame.last; block >= frame.first - 1; --block) {
       if (block >= frame.first) {
-        const u32 full = control + C::kKFull + 8 * k.stage;
-        mbarrier_wait(control + C::kKEmpty + 8 * k.stage, k.parity);
+        const u32 full = control + C::kKFull + kMbarrierBytes * k.stage;
+        mbarrier_wait(control + C::kKEmpty + kMbarrierBytes * k.stage, k.parity);
         if (leader) {
           mbarrier_arrive_expecting(full, Tile::K::kBytes);
           Tile::K::load(k_tiles + k.stage * Tile::K::kBytes, params.k_map, full,
@@ -116,11 +107,11 @@ CUFA2_DEVICE void produce(const FwdSm90Params& params, u32 q_tiles, u32 k_tiles,
       }
       if (block < frame.last) {
         const int key = (block + 1) * Tile::BLOCK_K;
-        const u32 full = control + C::kVFull + 8 * v.stage, raw = control + C::kVRaw;
+        const u32 full = control + C::kVFull + kMbarrierBytes * v.stage, raw = control + C::kVRaw;
         const u32 target = v_tiles + v.stage * Tile::V::kBytes;
         // Beyond the tensor there are zeros anyway.
         const bool foreign = frame.len_k < p.seqlen_k && key + Tile::BLOCK_K > frame.len_k;
-        mbarrier_wait(control + C::kVEmpty + 8 * v.stage, v.parity);
+        mbarrier_wait(control + C::kVEmpty + kMbarrierBytes * v.stage, v.parity);
         if (leader) {
           mbarrier_arrive_expecting(foreign ? raw : full, Tile::V::kBytes);
           Tile::V::load(target, params.v_map, foreign ? raw : full, key, kv_head, frame.batch);
@@ -231,23 +222,20 @@ CUFA2_DEVICE void store_columns(const FwdParams& p, const TileFrame& frame, int 
 
 // A warpgroup's walk over the key blocks of its tiles.
 template <class Tile, class Mask, class Score> struct Consumer {
-  using C = Control<Tile>;
+  using C = typename Tile::Control;
   const FwdParams& p;
   const Score score;
   const u32 q_tiles, k_tiles, v_tiles, control;
-  const int group;  // of those that compute
   RingPlace<Tile::STAGES> place{0, 0};  // of the next K and V that come
   typename Tile::Scores s;
   typename Tile::Softmax::Weights weights;
   typename Tile::Output o;
   typename Tile::Softmax softmax;
 
-  CUFA2_DEVICE Consumer(const FwdParams& p, u32 q_tiles, u32 k_tiles, u32 v_tiles, u32 control,
-                        int group)
-      : p(p), score(p), q_tiles(q_tiles), k_tiles(k_tiles), v_tiles(v_tiles), control(control),
-        group(group) {}
+  CUFA2_DEVICE Consumer(const FwdParams& p, u32 q_tiles, u32 k_tiles, u32 v_tiles, u32 control)
+      : p(p), score(p), q_tiles(q_tiles), k_tiles(k_tiles), v_tiles(v_tiles), control(control) {}
 
-  CUFA2_DEVICE u32 barrier(u32 offset, int stage) const { return control + offset + 8 * stage; }
+  CUFA2_DEVICE u32 barrier(u32 offset, int stage) const { return control + offset + kMbarrierBytes * stage; }
   // Each warp releases for itself.
   CUFA2_DEVICE void release(u32 offset, int stage) const {
     if (thread_index() % 32 == 0) mbarrier_arrive(barrier(offset, stage));
@@ -315,6 +303,8 @@ template <class Tile, class Mask, class Score> struct Consumer {
 
   CUFA2_DEVICE void tile(const TileFrame& frame, int q_stage) {
     const Mask mask(p, Lengths(frame.len_q, frame.len_k, p.top_left));
+    // Among those that compute; asked for anew, as registers are short.
+    const int group = warp_uniform(thread_index() / 128) - 1;
     const int begin = frame.q_begin + 64 * group, end = min(begin + 64, frame.len_q);
     const KvRange range = mask.kv_range(begin, end);
     const bool any = begin < end && range.begin < range.end;
@@ -419,39 +409,38 @@ template <class Tile, class Mask, class Score> struct Consumer {
 
 template <class Tile, class Mask, class Score>
 CUFA2_DEVICE void fwd_sm90(const FwdSm90Params& params) {
-  using C = Control<Tile>;
+  using C = typename Tile::Control;
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 q_tiles = shared_address(shared_memory);
   const u32 k_tiles = q_tiles + Tile::Q_STAGES * Tile::Q::kBytes;
   const u32 v_tiles = k_tiles + Tile::STAGES * Tile::K::kBytes;
-  const u32 control = v_tiles + Tile::STAGES * Tile::V::kBytes;
+  const u32 control = q_tiles + Tile::kTileBytes;
   if (thread_index() == 0) {
     tensor_map_prefetch(params.q_map);
     tensor_map_prefetch(params.k_map);
     tensor_map_prefetch(params.v_map);
     constexpr int kWarps = 4 * Tile::kGroups;
     for (int i = 0; i < Tile::Q_STAGES; ++i) {
-      mbarrier_make(control + C::kQFull + 8 * i, 1);
-      mbarrier_make(control + C::kQEmpty + 8 * i, kWarps);
+      mbarrier_make(control + C::kQFull + kMbarrierBytes * i, 1);
+      mbarrier_make(control + C::kQEmpty + kMbarrierBytes * i, kWarps);
     }
     for (int i = 0; i < Tile::STAGES; ++i) {
-      mbarrier_make(control + C::kKFull + 8 * i, 1);
-      mbarrier_make(control + C::kKEmpty + 8 * i, kWarps);
-      mbarrier_make(control + C::kVFull + 8 * i, 1);
-      mbarrier_make(control + C::kVEmpty + 8 * i, kWarps);
+      mbarrier_make(control + C::kKFull + kMbarrierBytes * i, 1);
+      mbarrier_make(control + C::kKEmpty + kMbarrierBytes * i, kWarps);
+      mbarrier_make(control + C::kVFull + kMbarrierBytes * i, 1);
+      mbarrier_make(control + C::kVEmpty + kMbarrierBytes * i, kWarps);
     }
     mbarrier_make(control + C::kVRaw, 1);
     mbarrier_make_fence();
   }
   block_sync();
-  const int group = warp_uniform(thread_index() / 128);
-  if (group == 0) {
+  if (warp_uniform(thread_index() / 128) == 0) {
     give_registers<Tile::kProducerRegisters>();
     if (warp_uniform(thread_index() / 32) == 0) {
       produce<Tile, Mask>(params, q_tiles, k_tiles, v_tiles, control);
     }
   } else {
     take_registers<Tile::kRegisters>();
-    Consumer<Tile, Mask, Score>(params.call, q_tiles, k_tiles, v_tiles, control, group - 1).run();
+    Consumer<Tile, Mask, Score>(params.call, q_tiles, k_tiles, v_tiles, control).run();
   }
 }

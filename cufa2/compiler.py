@@ -22,7 +22,7 @@ from .cache import Cubin, Version, entries, store, version_text
 from .kernels import C_TYPES, MASKS, SCORES, Variant
 from .problem import CompileError
 
-_SIZE_NAMES = {
+SIZE_NAMES = {
     "FwdParams": "CUFA2_FWD_PARAMS_BYTES",
     "FwdSm90Params": "CUFA2_FWD_SM90_PARAMS_BYTES",
     "BwdParams": "CUFA2_BWD_PARAMS_BYTES",
@@ -96,7 +96,7 @@ def source_of(variant: Variant, folders: tuple[Path, ...] = ()) -> str:
         "THREADS": 32 * tile.warps,
         "MIN_BLOCKS": tile.min_blocks,
     }
-    bytes_of = "".join(f"#define {_SIZE_NAMES[n]} {size}\n" for n, size in params.SIZES.items())
+    bytes_of = "".join(f"#define {SIZE_NAMES[n]} {size}\n" for n, size in params.SIZES.items())
     defines = "\n".join(f"#define {name} {value}" for name, value in sizes.items())
     return (
         f"{bytes_of}{flatten(kernel.file, folders)}\n{defines}\n"

@@ -65,23 +65,27 @@ BWD_PARAMS = _layout(
     ("f", ("tanh_scale", "scale_log2", "scale")),
 )
 MAPS = ("q_map", "k_map", "v_map")
-FWD_SM90_PARAMS = _layout(("128s", MAPS)) + FWD_PARAMS + _layout(("Q", ("counter",)))
+FWD_SM90_PARAMS = (
+    *_layout(("128s", MAPS)),
+    *((f"call.{name}", code) for name, code in FWD_PARAMS),
+    ("counter", "Q"),
+)
 PARAMS = {
     "FwdParams": FWD_PARAMS,
     "FwdSm90Params": FWD_SM90_PARAMS,
     "BwdParams": BWD_PARAMS,
 }
 FORMATS = {name: "".join(code for _, code in layout) for name, layout in PARAMS.items()}
-_ALIGNMENT = {"FwdSm90Params": 64}  # of structs with tensor maps
+ALIGNMENT = {"FwdSm90Params": 64}  # of structs with tensor maps
 SIZES = {
-    name: -(-struct.calcsize(code) // (a := _ALIGNMENT.get(name, 1))) * a
+    name: -(-struct.calcsize(code) // (a := ALIGNMENT.get(name, 1))) * a
     for name, code in FORMATS.items()
 }
 
 
 def pack(struct_name: str, values: Mapping[str, Any]) -> bytes:
     """The struct's bytes; KeyError if a field has no value."""
-    fields = (values[name] for name, _ in PARAMS[struct_name])
+    fields = (values[name.removeprefix("call.")] for name, _ in PARAMS[struct_name])
     return struct.pack(FORMATS[struct_name], *fields).ljust(SIZES[struct_name], b"\0")
 
 

@@ -25,7 +25,7 @@ from cufa2 import compiler, plan
 from cufa2.cache import Cubin
 from cufa2.device import DeviceInfo, info_for_arch
 from cufa2.kernels import C_TYPES, KERNELS, MASKS, SCORES, Kernel, Variant
-from cufa2.params import FORMATS, PARAMS, SIZES, WORK_ROWS
+from cufa2.params import ALIGNMENT, FORMATS, PARAMS, SIZES, WORK_ROWS
 from cufa2.problem import DTYPES, CompileError, Problem
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
@@ -257,12 +257,14 @@ def compile_unit(source: str, arch: str = "sm_80") -> str:
     return compiler._compile(source, unit, arch)[1]
 
 
+PARAMS_FILE = "attn/params_sm90.cuh"  # includes that of the others
+
+
 def params_unit(checks: list[str], struct_name: str) -> str:
     return "\n".join(
         [
-            f"#define CUFA2_FWD_PARAMS_BYTES {SIZES['FwdParams']}",
-            f"#define CUFA2_BWD_PARAMS_BYTES {SIZES['BwdParams']}",
-            compiler.flatten("attn/params.cuh"),
+            *(f"#define {compiler.SIZE_NAMES[name]} {size}" for name, size in SIZES.items()),
+            compiler.flatten(PARAMS_FILE),
             *checks,
             f'extern "C" __global__ void unit(const __grid_constant__ {struct_name} p) {{}}',
         ]
@@ -287,7 +289,7 @@ def offset_check(struct_name: str, index: int, place: int) -> str:
 @pytest.mark.parametrize("struct_name", PARAMS)
 def test_params_have_the_offsets_that_python_packs(struct_name: str) -> None:
     """Name by name: offset and type of every field, and no field more."""
-    types = {"q": "i64", "i": "int", "f": "float", "d": "double"}
+    types = {"q": "i64", "i": "int", "f": "float", "d": "double", "128s": "TensorMap"}
     checks = []
     for index, (name, code) in enumerate(PARAMS[struct_name]):
         checks.append(offset_check(struct_name, index, offset_of(struct_name, index)))
@@ -300,8 +302,9 @@ def test_params_have_the_offsets_that_python_packs(struct_name: str) -> None:
             test = f"is_same<{field}, {types[code]}>"
         checks.append(f'static_assert({test}, "{name} has another type");')
     compile_unit(params_unit(checks, struct_name))
-    assert struct.calcsize(FORMATS[struct_name]) == SIZES[struct_name]
-    assert SIZES[struct_name] % 8 == 0, "C pads the struct to its alignment, Python does not"
+    padding = SIZES[struct_name] - struct.calcsize(FORMATS[struct_name])
+    assert 0 <= padding < ALIGNMENT.get(struct_name, 1)
+    assert SIZES[struct_name] % 8 == 0, "C pads the struct to its alignment"
 
 
 @functools.cache
@@ -313,6 +316,9 @@ def tiles_in_use() -> dict[Kernel, set[Variant]]:
         for tf32 in (False, True) if dtype == "float32" else (False,):
             for v in serving(d, dv, dtype, "full", score, info_for_arch(arch), tf32):
                 found[v.kernel].add(replace(v, score="plain"))
+    for v in itertools.chain.from_iterable(plan.variants(info_for_arch(a)) for a in ARCHS):
+        if v.kernel.pairs:
+            found[v.kernel].add(replace(v, mask="full", score="plain"))
     return found
 
 
@@ -329,7 +335,7 @@ def test_python_knows_the_shared_memory_of_every_tile(row: Kernel) -> None:
         used = f"{row.tile_type}<{arguments}>::kBytes"
         checks.append(f'static_assert({used} {relation} {v.smem_bytes}, "{v.name} uses other");')
     assert {v.tile for v in tiles_in_use()[row]} == set(row.tiles)
-    header, whole = (compiler.flatten(file) for file in ("attn/params.cuh", row.file))
+    header, whole = (compiler.flatten(file) for file in (PARAMS_FILE, row.file))
     compile_unit(params_unit(checks, row.params).replace(header, whole))
     checks[-1] = checks[-1].replace("kBytes", "kBytes + (1 << 20)")
     with pytest.raises(CompileError, match=r'failed with "\w+ uses other"'):
@@ -352,7 +358,8 @@ def test_a_moved_field_is_noticed(struct_name: str, index: int) -> None:
 @pytest.mark.parametrize("struct_name", PARAMS)
 def test_a_struct_of_another_size_is_noticed(struct_name: str) -> None:
     size = SIZES[struct_name]
-    source = params_unit([], struct_name).replace(f"_BYTES {size}", f"_BYTES {size + 8}")
+    said = f"{compiler.SIZE_NAMES[struct_name]} {size}"
+    source = params_unit([], struct_name).replace(said, said.replace(str(size), str(size + 8)))
     with pytest.raises(CompileError, match=r'failed with "params\.py packs another layout"'):
         compile_unit(source)
 

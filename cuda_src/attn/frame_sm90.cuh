@@ -14,6 +14,20 @@ struct alignas(16) TileFrame {
   int first, last;   // key blocks that some row of the tile sees; none: last < first
 };
 
+// What lies behind the tiles in shared memory, by byte offsets: mbarriers of each stage, a word
+// that nobody reads (see not_before), and the frame of each Q stage.
+template <int Q_STAGES, int STAGES> struct ControlBlock {
+  static constexpr u32 kQFull = 0, kQEmpty = kQFull + kMbarrierBytes * Q_STAGES;
+  static constexpr u32 kKFull = kQEmpty + kMbarrierBytes * Q_STAGES;
+  static constexpr u32 kKEmpty = kKFull + kMbarrierBytes * STAGES;
+  static constexpr u32 kVFull = kKEmpty + kMbarrierBytes * STAGES;
+  static constexpr u32 kVEmpty = kVFull + kMbarrierBytes * STAGES;
+  static constexpr u32 kVRaw = kVEmpty + kMbarrierBytes * STAGES;  // V that has rows to be zeroed
+  static constexpr u32 kNever = kVRaw + kMbarrierBytes;
+  static constexpr u32 kFrames = (kNever + 4 + 15) / 16 * 16;
+  static constexpr u32 kBytes = kFrames + Q_STAGES * sizeof(TileFrame);
+};
+
 // A place in a ring of COUNT, and the parity of its phase.
 template <int COUNT> struct RingPlace {
   int stage;
