@@ -20,6 +20,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 CUDA, CUFA2 = "cuda_src/", "cufa2/"
 KERNELS = ("tests/test_kernels.py", "tests/test_gpu_forward.py", "tests/test_gpu_backward.py")
+HOPPER = ("tests/test_hopper_units.py", "tests/test_fwd_sm90.py")
 HOST = ("tests/test_launch.py", "tests/test_plan.py", "tests/test_arrays.py")
 BACKWARD = ("bwd_", "attn/key_walk", "attn/query_walk", "attn/grad_q", "attn/wide_grad")
 
@@ -351,11 +352,218 @@ MUTANTS = (
         'return "full" if window_right is None else "causal"',
         'return "full"',
     ),
+    # Hopper
+    Mutant(
+        "Hopper: K not waited for",
+        f"{CUDA}fwd_sm90.cuh",
+        "mbarrier_wait(barrier(C::kKFull, place.stage), place.parity);\n    pin(s.at[0]);",
+        "pin(s.at[0]);",
+    ),
+    Mutant(
+        "Hopper: V not waited for",
+        f"{CUDA}fwd_sm90.cuh",
+        "mbarrier_wait(barrier(C::kVFull, at.stage), at.parity);",
+        "",
+    ),
+    Mutant(
+        "Hopper: Q not waited for",
+        f"{CUDA}fwd_sm90.cuh",
+        "      mbarrier_wait(barrier(C::kQFull, q.stage), q.parity);\n",
+        "",
+    ),
+    Mutant(
+        "Hopper: a stage of K refilled while it is read",
+        f"{CUDA}fwd_sm90.cuh",
+        "mbarrier_wait(control + C::kKEmpty + kMbarrierBytes * k.stage, k.parity);",
+        "",
+    ),
+    Mutant(
+        "Hopper: a stage of V refilled while it is read",
+        f"{CUDA}fwd_sm90.cuh",
+        "mbarrier_wait(control + C::kVEmpty + kMbarrierBytes * v.stage, v.parity);",
+        "",
+    ),
+    Mutant(
+        "Hopper: Q refilled while it is read",
+        f"{CUDA}fwd_sm90.cuh",
+        "mbarrier_wait(control + C::kQEmpty + kMbarrierBytes * q.stage, q.parity);",
+        "",
+    ),
+    Mutant(
+        "Hopper: V released before its product has ended",
+        f"{CUDA}fwd_sm90.cuh",
+        "      wgmma_wait<0>();\n      pin(o.at[0]);\n      release(C::kVEmpty, before.stage);",
+        "      release(C::kVEmpty, before.stage);\n      wgmma_wait<0>();\n      pin(o.at[0]);",
+    ),
+    Mutant(
+        "Hopper: K released before its product has ended",
+        f"{CUDA}fwd_sm90.cuh",
+        "    wgmma_wait<1>();\n    pin(s.at[0]);",
+        "    wgmma_wait<2>();\n    pin(s.at[0]);",
+    ),
+    Mutant(
+        "Hopper: K never released",
+        f"{CUDA}fwd_sm90.cuh",
+        "      });\n      release(C::kKEmpty, place.stage);",
+        "      });",
+    ),
+    Mutant(
+        "Hopper: no fence before S",
+        f"{CUDA}fwd_sm90.cuh",
+        "    pin(s.at[0]);\n    wgmma_fence();",
+        "    pin(s.at[0]);",
+    ),
+    Mutant(
+        "Hopper: no fence before O",
+        f"{CUDA}fwd_sm90.cuh",
+        "    pin(o.at[0]);\n    wgmma_fence();",
+        "    pin(o.at[0]);",
+    ),
+    Mutant(
+        "Hopper: P packed while its product runs",
+        f"{CUDA}attn/softmax_sm90.cuh",
+        "    if constexpr (LATE == 0) wait();",
+        "    if constexpr (LATE == 0) {}",
+    ),
+    Mutant(
+        "Hopper: the sign of Q not shown to the tensor cores",
+        f"{CUDA}fwd_sm90.cuh",
+        "  fence_shared_for_async();\n  group_sync(barrier, 128);",
+        "  group_sync(barrier, 128);",
+    ),
+    Mutant(
+        "Hopper: the sign of Q applied while others multiply",
+        f"{CUDA}fwd_sm90.cuh",
+        "  fence_shared_for_async();\n  group_sync(barrier, 128);",
+        "  fence_shared_for_async();",
+    ),
+    Mutant(
+        "Hopper: V past a sequence left as it is",
+        f"{CUDA}fwd_sm90.cuh",
+        "zero_rows<Tile>(target, frame.len_k - key, lane);",
+        "",
+    ),
+    Mutant(
+        "Hopper: the zeros of V not shown to the tensor cores",
+        f"{CUDA}fwd_sm90.cuh",
+        "  fence_shared_for_async();\n  warp_sync();",
+        "  warp_sync();",
+    ),
+    Mutant(
+        "Hopper: bytes of V expected of K",
+        f"{CUDA}fwd_sm90.cuh",
+        "mbarrier_arrive_expecting(full, Tile::K::kBytes);",
+        "mbarrier_arrive_expecting(full, Tile::V::kBytes);",
+    ),
+    Mutant(
+        "Hopper: a ring whose parity stays",
+        f"{CUDA}attn/frame_sm90.cuh",
+        "stage = 0, parity ^= 1;",
+        "stage = 0;",
+    ),
+    Mutant(
+        "Hopper: the left edge of a window is not masked",
+        f"{CUDA}fwd_sm90.cuh",
+        "for (; n >= max(first, full_first); --n) step<false>",
+        "for (; n >= first; --n) step<false>",
+    ),
+    Mutant(
+        "Hopper: claims are not reset",
+        f"{CUDA}fwd_sm90.cuh",
+        "  if (leader) end_claims(params.counter);",
+        "",
+    ),
+    Mutant(
+        "Hopper: the first block is not masked",
+        f"{CUDA}fwd_sm90.cuh",
+        "if (last >= full_beyond || last < full_first) {",
+        "if (last < full_first) {",
+    ),
+    Mutant(
+        "Hopper: a block that nobody sees is not let pass",
+        f"{CUDA}fwd_sm90.cuh",
+        "skip(frame.last - last);",
+        "skip(frame.last - last - 1);",
+    ),
+    Mutant(
+        "Hopper: the rows of the first warpgroup for all",
+        f"{CUDA}fwd_sm90.cuh",
+        "const int begin = frame.q_begin + 64 * group,",
+        "const int begin = frame.q_begin,",
+    ),
+    Mutant(
+        "Hopper: O not rescaled",
+        f"{CUDA}attn/softmax_sm90.cuh",
+        "o.at[0][n][e] *= factor[e >> 1];",
+        "o.at[0][n][e] *= 1.0f;",
+    ),
+    Mutant(
+        "Hopper: sums not rescaled",
+        f"{CUDA}attn/softmax_sm90.cuh",
+        "sum[r] = fmaf(sum[r], factor[r], added[r]);",
+        "sum[r] += added[r];",
+    ),
+    Mutant(
+        "Hopper: out of range is taken for in range",
+        f"{CUDA}attn/softmax_sm90.cuh",
+        "const bool in_range = added[0] <= kLargest && added[1] <= kLargest;",
+        "const bool in_range = added[0] <= kLargest;",
+    ),
+    Mutant(
+        "Hopper: scores not taken again",
+        f"{CUDA}attn/softmax_sm90.cuh",
+        "      again(s);\n",
+        "",
+    ),
+    Mutant(
+        "Hopper: a NaN that has leaked stays",
+        f"{CUDA}fwd_sm90.cuh",
+        "if (!any || !warp_any(has_nan(row, frame.len_q))) return;",
+        "return;",
+    ),
+    Mutant(
+        "Hopper: keys that a row does not see summed up again",
+        f"{CUDA}attn/rows_again.cuh",
+        "const bool seen = mask.keep(i, j);",
+        "const bool seen = true;",
+    ),
+    Mutant(
+        "Hopper: the head of K is that of Q",
+        f"{CUDA}fwd_sm90.cuh",
+        "const int kv_head = frame.head / p.group;",
+        "const int kv_head = frame.head;",
+    ),
+    Mutant(
+        "Hopper: the next tile not claimed",
+        f"{CUDA}attn/frame_sm90.cuh",
+        "if (!at.valid) return {0, 0, 0, 0, 0, 0, 0, -1};",
+        "if (!at.valid || tile > 8) return {0, 0, 0, 0, 0, 0, 0, -1};",
+    ),
+    Mutant(
+        "Hopper: strides of heads and batches of a tensor map",
+        f"{CUFA2}device.py",
+        "for n, st in ((s, strides[1]), (h, strides[2]), (b, strides[0]))",
+        "for n, st in ((s, strides[1]), (h, strides[0]), (b, strides[2]))",
+    ),
+    Mutant(
+        "Hopper: a tensor map with a negative stride",
+        f"{CUFA2}device.py",
+        "return all(n <= 1 or 0 < s * itemsize < 2**40 for n, s in pairs)",
+        "return all(n <= 1 or abs(s * itemsize) < 2**40 for n, s in pairs)",
+    ),
+    Mutant(
+        "Hopper: boxes of Q's rows for K",
+        f"{CUFA2}launch.py",
+        '"k": variant.tile.block_k, "v"',
+        '"k": variant.tile.block_q, "v"',
+    ),
 )
 
 
 def tests_of(mutant: Mutant) -> list[tuple[str, ...]]:
     """Arguments of pytest, run by run: those likely to notice first, then the rest."""
+    if mutant.name.startswith("Hopper"):
+        return [HOPPER]
     if mutant.file.startswith(CUFA2):
         return [HOST, KERNELS]
     backward = mutant.file.removeprefix(CUDA).startswith(BACKWARD)
@@ -417,7 +625,7 @@ def main() -> None:
     survivors = []
     with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as folder:
         print("without a fault (compiles what the others share)", flush=True)
-        if found := pytest((*KERNELS, *HOST), copied(folder), Path(cache)):
+        if found := pytest((*KERNELS, *HOPPER, *HOST), copied(folder), Path(cache)):
             raise SystemExit(f"{found} fails without any fault")
         for n, mutant in enumerate(chosen, 1):
             start = time.monotonic()
