@@ -235,7 +235,9 @@ template <class Tile, class Mask, class Score> struct Consumer {
   CUFA2_DEVICE Consumer(const FwdParams& p, u32 q_tiles, u32 k_tiles, u32 v_tiles, u32 control)
       : p(p), score(p), q_tiles(q_tiles), k_tiles(k_tiles), v_tiles(v_tiles), control(control) {}
 
-  CUFA2_DEVICE u32 barrier(u32 offset, int stage) const { return control + offset + kMbarrierBytes * stage; }
+  CUFA2_DEVICE u32 barrier(u32 offset, int stage) const {
+    return control + offset + kMbarrierBytes * stage;
+  }
   // Each warp releases for itself.
   CUFA2_DEVICE void release(u32 offset, int stage) const {
     if (thread_index() % 32 == 0) mbarrier_arrive(barrier(offset, stage));

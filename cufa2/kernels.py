@@ -58,6 +58,7 @@ class Kernel:
     max_cc: tuple[int, int] = (99, 9)
     persistent: bool = False  # its blocks stay, at most one a multiprocessor, and claim their work
     pairs: tuple[tuple[int, int], ...] = ()  # the only compiled sizes of D and Dv, if any
+    trial: bool = False  # not measured yet: taken only when asked for by name
     grain: Callable[[int], int] = lambda largest: 1
 
     @property
@@ -158,7 +159,6 @@ KERNELS: tuple[Kernel, ...] = (
         tiles=tilings.FWD,
         excludes=(_TOO_LONG,),
     ),
-    # Behind the portable one until it has been measured: only for those who ask for it by name.
     Kernel(
         name="fwd_sm90",
         file="fwd_sm90.cuh",
@@ -180,6 +180,7 @@ KERNELS: tuple[Kernel, ...] = (
             ("more than 2^30 rows of heads", lambda p: p.batch * p.num_heads * p.seqlen_q > 2**30),
         ),
         persistent=True,
+        trial=True,
     ),
     Kernel(
         name="fwd_wide_sm80",

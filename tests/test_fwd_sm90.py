@@ -52,7 +52,7 @@ def test_problems(cell: Cell) -> None:
         (_, q, k, v), lens = arrays_of(cell, case)
         run_checked(q, k, v, f"{cell} {case}", **options_of(cell, case, q.shape[3]), **lens)
 
-    for_problems(cell, 5, check, longest=500)
+    for_problems(cell, 4, check, longest=500)
 
 
 @pytest.mark.parametrize("dims", [(192, 128), (136, 100), (64, 40), (40, 64)])
@@ -107,7 +107,7 @@ def test_nan_and_inf_reach_the_rows_that_see_them(dtype: str) -> None:
 def test_the_order_of_threads_changes_no_bit() -> None:
     q, k, v = oracle.inputs(1, 200, 400, 4, 2, 64, 64, "bfloat16")
     o, lse = run(q, k, v, causal=True)
-    for _ in range(5):
+    for _ in range(3):
         again, lse_again = run(q, k, v, causal=True)
         oracle.assert_same(again, o, "o")
         oracle.assert_same(lse_again, lse, "lse")

@@ -73,10 +73,9 @@ def wanted(v: Variant, arch: str) -> bool:
     """Whether to build this instance: every row, tile and head dim of each architecture, and all
     policies on sm_90a.
 
-    There bfloat16 has every instance but: `left`, causal's mirror image, of one head dim in the
-    backward; softcap of deterministic instances and of their dq with one mask. sm_80 and sm_86,
-    cards with less shared memory, have three policies in bfloat16 at the larger sizes, the others
-    causal alone. float16 differs in two instructions: one mask a head dim on two architectures.
+    There bfloat16 has every instance of one head dim, of fwd_sm80 of two, and three policies of
+    the others, two of fwd_sm90. sm_80 and sm_86, cards with less shared memory, have three
+    policies in bfloat16 at the larger sizes, the others causal alone. float16 differs in two instructions: one mask a head dim on two architectures.
     float32 and float64, which take longest, see `wanted_wide`. CUFA2_TEST_ALL_BUILDS builds all.
     """
     plain, causal, larger = v.score == "plain", v.mask == "causal", v.head_dim in LARGER
@@ -89,11 +88,9 @@ def wanted(v: Variant, arch: str) -> bool:
     two = (v.mask, v.score) in (("causal", "plain"), ("local", "softcap"))
     three = two or (v.mask, v.score) == ("full", "plain")
     if arch == "sm_90a":
-        if v.kernel.name == "fwd_sm80" or v.head_dim == 64:
+        if v.head_dim == 64 or (v.kernel.name == "fwd_sm80" and v.head_dim == 128):
             return True
-        if v.kernel.name == "bwd_sm80" and not v.deterministic:
-            return v.mask != "left"
-        return three
+        return two if v.kernel.name == "fwd_sm90" else three
     if arch in ("sm_80", "sm_86") and larger:
         return three and (causal or not v.deterministic)
     # A head dim has another tile with softcap if one of its tiles is for one score only.
@@ -147,7 +144,7 @@ def builds() -> list[tuple[str, Variant]]:
     chosen = []
     for arch in ARCHS:
         info = info_for_arch(arch)
-        chosen += [(arch, v) for v in plan.variants(info) if wanted(v, arch)]
+        chosen += [(arch, v) for v in plan.variants(info, trial=True) if wanted(v, arch)]
         for kind, pairs in PAIRS.get(arch, {}).items():
             dtype, fast = ("float32", True) if kind == "tf32" else (kind, False)
             for d, dv in pairs:
@@ -215,7 +212,7 @@ def test_the_builds_cover_the_table() -> None:
         mine = {v for a, v in BUILDS if a == arch}
         theirs = [
             v
-            for v in plan.variants(info_for_arch(arch))
+            for v in plan.variants(info_for_arch(arch), trial=True)
             if arch == "sm_90a" or v.dtype in HALVES or v.head_dim == 64
         ]
         assert {(v.kernel.name, v.head_dim, v.tile) for v in theirs} <= {
@@ -316,9 +313,10 @@ def tiles_in_use() -> dict[Kernel, set[Variant]]:
         for tf32 in (False, True) if dtype == "float32" else (False,):
             for v in serving(d, dv, dtype, "full", score, info_for_arch(arch), tf32):
                 found[v.kernel].add(replace(v, score="plain"))
-    for v in itertools.chain.from_iterable(plan.variants(info_for_arch(a)) for a in ARCHS):
-        if v.kernel.pairs:
-            found[v.kernel].add(replace(v, mask="full", score="plain"))
+    for arch in ARCHS:
+        for v in plan.variants(info_for_arch(arch), trial=True):
+            if v.kernel.pairs:
+                found[v.kernel].add(replace(v, mask="full", score="plain"))
     return found
 
 
