@@ -1,7 +1,7 @@
 """The table of kernels: one frozen row each, and what one compiled instance (Variant) is.
 
-Row order is preference order. A row lists what it *excludes*, so a new feature is on, and tested,
-everywhere by default. Data and one-line predicates only; `plan` reads the table.
+In order of preference. A row lists what it *excludes*, so a new feature is on, and tested, by
+default. Data and one-line predicates only; `plan` reads the table.
 """
 
 from __future__ import annotations
@@ -93,9 +93,8 @@ class Variant:
     @property
     def name(self) -> str:
         """Entry name as profilers show it, e.g. fwd_sm80_bf16_d128_causal."""
-        dims = f"d{self.head_dim}"
-        if self.head_dim_v != self.head_dim:
-            dims += f"x{self.head_dim_v}"
+        uneven = self.head_dim_v != self.head_dim
+        dims = f"d{self.head_dim}" + f"x{self.head_dim_v}" * uneven
         parts = [self.kernel.name, "tf32" if self.tf32 else SHORT_TYPES[self.dtype], dims]
         parts += [p for p in (self.mask, self.score) if p not in ("full", "plain")]
         return "_".join(parts + ["deterministic"] * self.deterministic)

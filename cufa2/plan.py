@@ -52,9 +52,9 @@ def choose(problem: Problem, info: DeviceInfo, kernel: str | None = None) -> Pla
                 continue
             if kernel is not None and stage == forced and row.name != kernel:
                 continue
-            if row.trial and row.name != kernel:
-                continue
             reason = refusal(row, problem, info)
+            if reason is None and row.trial and row.name != kernel:
+                reason = "is on trial: taken only when asked for by name"
             if reason is None:
                 chosen.append(_variant(row, problem, info))
                 break
