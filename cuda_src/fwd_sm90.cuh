@@ -60,6 +60,13 @@ template <class Tile> CUFA2_DEVICE void zero_rows(u32 v_tile, int row, int lane)
   warp_sync();
 }
 
+// All lanes wait together: for one that lags behind lane 0, which lets the next phase begin, that
+// phase could end as well before it has looked.
+CUFA2_DEVICE void wait_in_step(u32 barrier, u32 parity) {
+  mbarrier_wait(barrier, parity);
+  warp_sync();
+}
+
 // The producer: one warp, of which lane 0 does all but zeroing.
 template <class Tile, class Mask>
 CUFA2_DEVICE void produce(const FwdSm90Params& params, u32 q_tiles, u32 k_tiles, u32 v_tiles,
@@ -75,7 +82,7 @@ CUFA2_DEVICE void produce(const FwdSm90Params& params, u32 q_tiles, u32 k_tiles,
   for (;;) {
     const TileFrame frame = frame_of<Tile, Mask>(p, tile);
     const u32 q_full = control + C::kQFull + kMbarrierBytes * q.stage;
-    mbarrier_wait(control + C::kQEmpty + kMbarrierBytes * q.stage, q.parity);
+    wait_in_step(control + C::kQEmpty + kMbarrierBytes * q.stage, q.parity);
     if (leader) {
       store_frame(control + C::kFrames + q.stage * sizeof(TileFrame), frame);
       if (frame.last < frame.first) {
@@ -93,7 +100,7 @@ CUFA2_DEVICE void produce(const FwdSm90Params& params, u32 q_tiles, u32 k_tiles,
     for (int block = frame.last; block >= frame.first - 1; --block) {
       if (block >= frame.first) {
         const u32 full = control + C::kKFull + kMbarrierBytes * k.stage;
-        mbarrier_wait(control + C::kKEmpty + kMbarrierBytes * k.stage, k.parity);
+        wait_in_step(control + C::kKEmpty + kMbarrierBytes * k.stage, k.parity);
         if (leader) {
           mbarrier_arrive_expecting(full, Tile::K::kBytes);
           Tile::K::load(k_tiles + k.stage * Tile::K::kBytes, params.k_map, full,
@@ -111,7 +118,7 @@ CUFA2_DEVICE void produce(const FwdSm90Params& params, u32 q_tiles, u32 k_tiles,
         const u32 target = v_tiles + v.stage * Tile::V::kBytes;
         // Beyond the tensor there are zeros anyway.
         const bool foreign = frame.len_k < p.seqlen_k && key + Tile::BLOCK_K > frame.len_k;
-        mbarrier_wait(control + C::kVEmpty + kMbarrierBytes * v.stage, v.parity);
+        wait_in_step(control + C::kVEmpty + kMbarrierBytes * v.stage, v.parity);
         if (leader) {
           mbarrier_arrive_expecting(foreign ? raw : full, Tile::V::kBytes);
           Tile::V::load(target, params.v_map, foreign ? raw : full, key, kv_head, frame.batch);

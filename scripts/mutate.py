@@ -374,19 +374,19 @@ MUTANTS = (
     Mutant(
         "Hopper: a stage of K refilled while it is read",
         f"{CUDA}fwd_sm90.cuh",
-        "mbarrier_wait(control + C::kKEmpty + kMbarrierBytes * k.stage, k.parity);",
+        "wait_in_step(control + C::kKEmpty + kMbarrierBytes * k.stage, k.parity);",
         "",
     ),
     Mutant(
         "Hopper: a stage of V refilled while it is read",
         f"{CUDA}fwd_sm90.cuh",
-        "mbarrier_wait(control + C::kVEmpty + kMbarrierBytes * v.stage, v.parity);",
+        "wait_in_step(control + C::kVEmpty + kMbarrierBytes * v.stage, v.parity);",
         "",
     ),
     Mutant(
         "Hopper: Q refilled while it is read",
         f"{CUDA}fwd_sm90.cuh",
-        "mbarrier_wait(control + C::kQEmpty + kMbarrierBytes * q.stage, q.parity);",
+        "wait_in_step(control + C::kQEmpty + kMbarrierBytes * q.stage, q.parity);",
         "",
     ),
     Mutant(
