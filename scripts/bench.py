@@ -179,7 +179,7 @@ def race(args: argparse.Namespace) -> report.Run:
     peers, notes = ([], []) if args.no_peers else torch_peers(args.direction, args.dtype)
     for note in notes:
         print(f"note: {note}", flush=True)
-    contestants = [*cufa2_contestants(args.direction, options(args)), *peers]
+    contestants = [*cufa2_contestants(args.direction, options(args), args.kernel), *peers]
     rows = []
     for case in (c for c in CASES if fnmatch.fnmatch(c.name, args.cases)):
         start = time.perf_counter()
@@ -205,6 +205,7 @@ def main() -> int:
     parser.add_argument("direction", nargs="?", default="forward", choices=("forward", "backward"))
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
     parser.add_argument("--precision", choices=PRECISIONS, help="with float32; default: as exact")
+    parser.add_argument("--kernel", action="append", default=[], help="forward: force it, too")
     parser.add_argument("--cases", default="*", metavar="GLOB", help="names, such as 'd128_*'")
     parser.add_argument("--host", action="store_true", help="host time, first calls, memory")
     parser.add_argument("--no-peers", action="store_true", help="time cufa2 alone")
@@ -213,6 +214,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.precision is not None and (args.dtype != "float32" or args.host):
         parser.error(f"--precision {args.precision} is for --dtype float32, and not with --host")
+    if args.kernel and args.direction != "forward":
+        parser.error("--kernel is for the forward pass")
     if why := device.why_no_cuda():
         print(f"bench.sh: no GPU to measure on: {why}", file=sys.stderr)
         return 1

@@ -12,14 +12,15 @@ import contextlib
 import gc
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
-from cufa2 import flash_attention, flash_attention_backward
+from cufa2 import flash_attention, flash_attention_backward, plan
 from cufa2.problem import Direction
 from cufa2.testing import numpy_dtype
 
@@ -91,8 +92,20 @@ def release() -> None:
         sys.modules["torch"].cuda.empty_cache()
 
 
-def cufa2_contestants(direction: Direction, options: dict[str, Any]) -> list[Contestant]:
-    """cufa2 on CuPy arrays; the backward pass both ways. options: more keyword arguments."""
+@contextlib.contextmanager
+def forced(kernel: str) -> Iterator[None]:
+    """Have every call use this row of the table of kernels, or refuse."""
+    with mock.patch.object(plan, "choose", partial(plan.choose, kernel=kernel)):
+        yield
+
+
+def cufa2_contestants(
+    direction: Direction, options: dict[str, Any], kernels: Sequence[str] = ()
+) -> list[Contestant]:
+    """cufa2 on CuPy arrays; the backward pass both ways.
+
+    options: more keyword arguments. kernels: rows that race as well, each by force, forward only.
+    """
     import cupy
 
     def poisoned(shape: tuple[int, ...], dtype: Any) -> Any:
@@ -123,7 +136,8 @@ def cufa2_contestants(direction: Direction, options: dict[str, Any]) -> list[Con
         return to_host(x[b, :, h])
 
     if direction == "forward":
-        return [Contestant("cufa2", forward, rows)]
+        rivals = [Contestant(f"cufa2-{n}", forward, rows, partial(forced, n)) for n in kernels]
+        return [Contestant("cufa2", forward, rows), *rivals]
     return [
         Contestant("cufa2", partial(backward, False), rows),
         Contestant("cufa2-det", partial(backward, True), rows),
