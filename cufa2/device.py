@@ -158,13 +158,17 @@ def tensor_map(
         st * itemsize if n > 1 else 16
         for n, st in ((s, strides[1]), (h, strides[2]), (b, strides[0]))
     ]
-    return encode_tensor_map(_MAP_TYPES[dtype], pointer, (d, s, h, b), steps, rows)
+    return encode_tensor_map(_MAP_TYPES[dtype], pointer, (d, s, h, b), tuple(steps), rows)
 
 
+@functools.lru_cache(maxsize=1024)
 def encode_tensor_map(
-    kind: int, pointer: int, extents: Sequence[int], strides: Sequence[int], rows: int
+    kind: int, pointer: int, extents: tuple[int, ...], strides: tuple[int, ...], rows: int
 ) -> bytes:
-    """cuTensorMapEncodeTiled for four axes; RuntimeError with what it was given if it refuses."""
+    """cuTensorMapEncodeTiled for four axes; RuntimeError with what it was given if it refuses.
+
+    A map is a function of these numbers alone, which say nothing about who owns the memory.
+    """
     words, halves = ctypes.c_uint64 * 4, ctypes.c_uint32 * 4
     memory = (ctypes.c_uint64 * 24)()  # 128 bytes that begin at a multiple of 64
     start = -(-ctypes.addressof(memory) // 64) * 64

@@ -58,7 +58,6 @@ class Kernel:
     max_cc: tuple[int, int] = (99, 9)
     persistent: bool = False  # its blocks stay, at most one a multiprocessor, and claim their work
     pairs: tuple[tuple[int, int], ...] = ()  # the only compiled sizes of D and Dv, if any
-    trial: bool = False  # not measured yet: taken only when asked for by name
     grain: Callable[[int], int] = lambda largest: 1
 
     @property
@@ -125,8 +124,12 @@ _LONG = f"sequences longer than {MAX_SEQLEN}"
 _TOO_LONG = (_LONG, lambda p: max(p.seqlen_q, p.seqlen_k) > MAX_SEQLEN)
 
 
+def _count_tiles(p: Problem, rows: int) -> int:
+    return p.batch * p.num_heads * -(-p.seqlen_q // rows)
+
+
 def _query_tiles(tile: Tile, p: Problem) -> int:
-    return p.batch * p.num_heads * -(-p.seqlen_q // tile.block_q)
+    return _count_tiles(p, tile.block_q)
 
 
 def _key_tiles(tile: Tile, p: Problem) -> int:
@@ -145,20 +148,6 @@ def _even(largest: int) -> int:
 
 KERNELS: tuple[Kernel, ...] = (
     Kernel(
-        name="fwd_sm80",
-        file="fwd_sm80.cuh",
-        direction="forward",
-        stage="main",
-        tile_type="FwdTile",
-        params="FwdParams",
-        blocks=_query_tiles,
-        min_cc=(8, 0),
-        dtypes=_HALVES,
-        head_dims=_HEAD_DIMS,
-        tiles=tilings.FWD,
-        excludes=(_TOO_LONG,),
-    ),
-    Kernel(
         name="fwd_sm90",
         file="fwd_sm90.cuh",
         direction="forward",
@@ -174,12 +163,24 @@ KERNELS: tuple[Kernel, ...] = (
         tiles=tilings.FWD_SM90,
         excludes=(
             _TOO_LONG,
-            ("calls without keys", lambda p: p.seqlen_k == 0),
             ("tensors that no tensor map describes", lambda p: not p.tensor_maps),
-            ("more than 2^30 rows of heads", lambda p: p.batch * p.num_heads * p.seqlen_q > 2**30),
+            ("more than 2^30 tiles of queries", lambda p: _count_tiles(p, 64) > 2**30),
         ),
         persistent=True,
-        trial=True,
+    ),
+    Kernel(
+        name="fwd_sm80",
+        file="fwd_sm80.cuh",
+        direction="forward",
+        stage="main",
+        tile_type="FwdTile",
+        params="FwdParams",
+        blocks=_query_tiles,
+        min_cc=(8, 0),
+        dtypes=_HALVES,
+        head_dims=_HEAD_DIMS,
+        tiles=tilings.FWD,
+        excludes=(_TOO_LONG,),
     ),
     Kernel(
         name="fwd_wide_sm80",

@@ -129,14 +129,14 @@ def mappable(view: ArrayView) -> bool:
 
 
 def _maps(variant: Variant, problem: Problem, views: Mapping[str, Any]) -> dict[str, bytes]:
-    """Tensor maps of q, k and v with boxes of the tile's rows."""
+    """Tensor maps of q, k and v with boxes of the tile's rows; one of q where there are no keys,
+    as no map describes nothing and none of k and v is read."""
     rows = {"q": variant.tile.block_q, "k": variant.tile.block_k, "v": variant.tile.block_k}
-    return {
-        f"{name}_map": device.tensor_map(
-            views[name].pointer, views[name].shape, views[name].strides, problem.dtype, n
-        )
-        for name, n in rows.items()
-    }
+    made = {}
+    for name, n in rows.items():
+        x = views[name if problem.seqlen_k else "q"]
+        made[f"{name}_map"] = device.tensor_map(x.pointer, x.shape, x.strides, problem.dtype, n)
+    return made
 
 
 def backward(

@@ -53,8 +53,6 @@ def choose(problem: Problem, info: DeviceInfo, kernel: str | None = None) -> Pla
             if kernel is not None and stage == forced and row.name != kernel:
                 continue
             reason = refusal(row, problem, info)
-            if reason is None and row.trial and row.name != kernel:
-                reason = "is on trial: taken only when asked for by name"
             if reason is None:
                 chosen.append(_variant(row, problem, info))
                 break
@@ -98,12 +96,10 @@ def refusal(row: Kernel, problem: Problem, info: DeviceInfo) -> str | None:
     return None
 
 
-def variants(arch_info: DeviceInfo, *, trial: bool = False) -> Iterator[Variant]:
+def variants(arch_info: DeviceInfo) -> Iterator[Variant]:
     """Every variant that KERNELS can produce on an architecture, of pairs of D and Dv that differ
-    those that a row lists; trial: of rows on trial, too."""
+    those that a row lists."""
     for row in KERNELS:
-        if row.trial and not trial:
-            continue
         if not row.min_cc <= arch_info.cc <= row.max_cc:
             continue
         masks, scores = (MASKS, SCORES) if row.policies else (("full",), ("plain",))

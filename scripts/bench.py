@@ -41,7 +41,7 @@ class Pace(NamedTuple):
 
 FAST, SLOW = Pace(6, 4, 2), Pace(4, 3, 1)  # SLOW for float32 and float64: many times the work
 BEHIND = 60 << 20  # bytes that other inputs touch before a set comes round again: past an L2
-AHEAD = 3  # memsets of the filler queued first: about 1 ms in which the host runs ahead
+AHEAD = 12  # memsets of the filler queued first: about 3 ms in which the host runs ahead
 
 
 def pace(dtype: str) -> Pace:

@@ -21,6 +21,23 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 MANY = 20  # selected tests from which on compiling the kernels ahead saves time
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--kernel", help="row of the table that serves every problem it can")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _preferred(pytestconfig: pytest.Config) -> Iterator[None]:
+    """What --kernel asks for."""
+    name = pytestconfig.getoption("kernel")
+    if name is None:
+        yield
+        return
+    import gpu_oracle
+
+    with gpu_oracle.preferring(name):
+        yield
+
+
 @pytest.fixture(scope="session")
 def cp(request: pytest.FixtureRequest) -> Any:
     """CuPy on a working GPU. Whoever asks for GPU tests without one is told, not skipped."""

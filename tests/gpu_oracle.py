@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from multiprocessing import get_context
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 
@@ -43,7 +44,7 @@ DTYPES = ("float16", "bfloat16")
 FAST: dict[str, tuple[str, dict[str, Any]]] = {"tf32": ("float32", {"precision": "tf32"})}
 MODES = (False, True)  # of the backward pass: deterministic or not
 NAN_BITS = 0xFFFF  # a NaN in float16 and in bfloat16
-FORWARD = next(row for row in KERNELS if row.direction == "forward")
+FORWARD = next(row for row in KERNELS if row.name == "fwd_sm80")  # the one of every card
 
 # Head dims (D, Dv) that compile to two different sizes, each with the one dtype it is tested in.
 UNEQUAL = (
@@ -90,6 +91,21 @@ def using(module: Any) -> Iterator[None]:
         yield
     finally:
         _cards.pop()
+
+
+
+@contextmanager
+def preferring(name: str) -> Iterator[list[bool]]:
+    """Have a row of the table serve every problem that it can; gives whether it took each."""
+    row, choose = next(row for row in KERNELS if row.name == name), plan.choose
+    asked: list[bool] = []
+
+    def chosen(problem: Any, info: Any, kernel: Any = None) -> Any:
+        asked.append(plan.refusal(row, problem, info) is None)
+        return choose(problem, info, name if asked[-1] and kernel is None else kernel)
+
+    with mock.patch.object(plan, "choose", chosen):
+        yield asked
 
 
 # Compiled with ELEMENT, the type of the inputs; WIDE, the type in which everything is computed;

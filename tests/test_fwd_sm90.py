@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import gpu_oracle as oracle
 import numpy as np
@@ -12,12 +11,11 @@ import pytest
 from test_gpu_forward import run, run_checked
 from test_kernels import Cell, arrays_of, for_problems, name_of, options_of
 
-from cufa2 import device, plan
+from cufa2 import device
 from cufa2.kernels import KERNELS, MASKS, SCORES
 from cufa2.testing import Backend
 
 ROW = next(row for row in KERNELS if row.name == "fwd_sm90")
-CHOOSE = plan.choose
 HALVES = ("float16", "bfloat16")
 CELLS = [
     Cell("sm_90a", dtype, dim, mask, score)
@@ -31,17 +29,10 @@ CELLS = [
 @pytest.fixture(autouse=True)
 def hopper(card: Backend) -> Iterator[None]:
     """An emulated Hopper card or a real one; what fwd_sm90 can take, it does."""
-    asked = []
-
-    def choose(problem: Any, info: Any, kernel: Any = None) -> Any:
-        taken = plan.refusal(ROW, problem, info) is None
-        asked.append(taken)
-        return CHOOSE(problem, info, ROW.name if taken else kernel)
-
     with card.of("sm_90a"):
         if device.info(0).cc != (9, 0):
             pytest.skip("needs a Hopper card")
-        with mock.patch.object(plan, "choose", choose):
+        with oracle.preferring(ROW.name) as asked:
             yield
     assert any(asked), "fwd_sm90 took none of the problems"
 

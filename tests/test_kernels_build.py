@@ -145,7 +145,7 @@ def builds() -> list[tuple[str, Variant]]:
     chosen = []
     for arch in ARCHS:
         info = info_for_arch(arch)
-        chosen += [(arch, v) for v in plan.variants(info, trial=True) if wanted(v, arch)]
+        chosen += [(arch, v) for v in plan.variants(info) if wanted(v, arch)]
         for kind, pairs in PAIRS.get(arch, {}).items():
             dtype, fast = ("float32", True) if kind == "tf32" else (kind, False)
             for d, dv in pairs:
@@ -213,7 +213,7 @@ def test_the_builds_cover_the_table() -> None:
         mine = {v for a, v in BUILDS if a == arch}
         theirs = [
             v
-            for v in plan.variants(info_for_arch(arch), trial=True)
+            for v in plan.variants(info_for_arch(arch))
             if arch == "sm_90a" or v.dtype in HALVES or v.head_dim == 64
         ]
         assert {(v.kernel.name, v.head_dim, v.tile) for v in theirs} <= {
@@ -318,7 +318,7 @@ def tiles_in_use() -> dict[Kernel, set[Variant]]:
             for v in serving(d, dv, dtype, "full", score, info_for_arch(arch), tf32):
                 found[v.kernel].add(replace(v, score="plain"))
     for arch in ARCHS:
-        for v in plan.variants(info_for_arch(arch), trial=True):
+        for v in plan.variants(info_for_arch(arch)):
             if v.kernel.pairs:
                 found[v.kernel].add(replace(v, mask="full", score="plain"))
     return found

@@ -158,10 +158,15 @@ def test_plans_are_deterministic(p: Problem, info: DeviceInfo) -> None:
 def test_what_a_call_may_change_never_compiles_anything(
     p: Problem, info: DeviceInfo, changes: dict[str, Any], bound: int
 ) -> None:
-    """Batch, lengths, heads, scale, alignment and the size of a window keep the variant."""
+    """Batch, lengths, heads, scale, alignment and the size of a window keep the variant, as long
+    as the tiles can be counted."""
     sides = ("window_left", "window_right")
     windows: dict[str, Any] = {n: bound for n in sides if getattr(p, n) is not None}
     other = dataclasses.replace(p, **changes, **windows)
+    p, other = (
+        x if x.batch * x.num_heads * x.seqlen_q <= 2**30 else dataclasses.replace(x, batch=1)
+        for x in (p, other)
+    )
     assert plan.choose(other, info).variant == plan.choose(p, info).variant
 
 
@@ -188,7 +193,7 @@ def test_strides_and_pointers_are_no_part_of_a_problem() -> None:
 def test_variants_of_an_architecture(arch: str) -> None:
     """Names are unique, sizes fit, and every row, dim, dtype, mask and score is there."""
     info = info_for_arch(arch)
-    made = list(plan.variants(info, trial=True))
+    made = list(plan.variants(info))
     assert len({v.name for v in made}) == len(made)
     assert len(set(made)) == len(made)
     assert all(v.smem_bytes + SMEM_RESERVE <= info.smem_per_block for v in made)
@@ -353,7 +358,7 @@ def test_refusals_list_every_row_and_its_reason(changes: Any, info: Any, reason:
     served = {
         row.stage
         for row in KERNELS
-        if row.direction == p.direction and plan.refusal(row, p, card) is None and not row.trial
+        if row.direction == p.direction and plan.refusal(row, p, card) is None
     }
     stage = next(s for s in STAGES[p.direction] if s not in served)
     rows = [row for row in KERNELS if row.direction != p.direction or row.stage == stage]
