@@ -203,7 +203,8 @@ CUFA2_DEVICE void apply_sign(u32 q_rows, float sign, int thread, int barrier) {
 
 // Writes 16 rows and 32 columns of O, normalised. The lanes of a quad exchange elements so that
 // each writes 16 bytes. Rows without a visible key and rows past the sequence are exact zeros.
-template <class T>
+// MEND: only where NaN was written before, by the same threads.
+template <class T, bool MEND>
 CUFA2_DEVICE void store_columns(const FwdParams& p, const TileFrame& frame, int first_row,
                                 const float (&o)[4][4], const float (&inverse)[2], int column) {
   using Rows = Accumulator<1, 4>;
@@ -221,8 +222,10 @@ CUFA2_DEVICE void store_columns(const FwdParams& p, const TileFrame& frame, int 
     }
     quad_transpose(word, t);
     if (i < p.seqlen_q && column + 8 * t < p.head_dim_v) {
-      store_global_16(out + i * p.o_stride.row + column + 8 * t,
-                      {{word[0], word[1], word[2], word[3]}});
+      T* const at = out + i * p.o_stride.row + column + 8 * t;
+      Chunk chunk{{word[0], word[1], word[2], word[3]}};
+      if constexpr (MEND) chunk = where_nan<T>(load_global_16(at), chunk);
+      store_global_16(at, chunk);
     }
   }
 }
@@ -377,7 +380,7 @@ template <class Tile, class Mask, class Score> struct Consumer {
 #pragma unroll
     for (int n = 0; n < Tile::DV / 8; n += 4) {
       const auto& columns = reinterpret_cast<const float(&)[4][4]>(o.at[0][n]);
-      store_columns<T>(p, frame, row, columns, inverse, 8 * n);
+      store_columns<T, false>(p, frame, row, columns, inverse, 8 * n);
     }
     if constexpr (Mask::kPerRow) {
       if (!any || !warp_any(has_nan(row, frame.len_q))) return;
@@ -386,7 +389,7 @@ template <class Tile, class Mask, class Score> struct Consumer {
         Accumulator<1, 4> again;
         sum_again<T>(p, frame.batch, frame.head, frame.len_q, mask, score, softmax, row,
                      range.begin, range.end, column, again);
-        store_columns<T>(p, frame, row, again.at[0], inverse, column);
+        store_columns<T, true>(p, frame, row, again.at[0], inverse, column);
       }
     }
   }

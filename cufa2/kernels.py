@@ -117,8 +117,7 @@ class Variant:
 # 1 KB of a block's shared memory is left to the system and to the kernel's static part.
 SMEM_RESERVE = 1024
 
-_HALVES = ("float16", "bfloat16")
-_WIDE = ("float32", "float64")
+_HALVES, _WIDE = ("float16", "bfloat16"), ("float32", "float64")
 _HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 _LONG = f"sequences longer than {MAX_SEQLEN}"
 _TOO_LONG = (_LONG, lambda p: max(p.seqlen_q, p.seqlen_k) > MAX_SEQLEN)

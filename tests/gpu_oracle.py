@@ -83,6 +83,11 @@ def card() -> Any:
     return _cards[-1] if _cards else device.cupy()
 
 
+def sizes(on_gpu: Any, emulated: Any) -> Any:
+    """The former on a real card."""
+    return emulated if _cards else on_gpu
+
+
 @contextmanager
 def using(module: Any) -> Iterator[None]:
     """Have another array module stand for CuPy."""
@@ -91,7 +96,6 @@ def using(module: Any) -> Iterator[None]:
         yield
     finally:
         _cards.pop()
-
 
 
 @contextmanager

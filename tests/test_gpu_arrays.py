@@ -52,6 +52,12 @@ def expect(q: Any, k: Any, v: Any, **options: Any) -> tuple[Any, Any]:
     return o, lse
 
 
+def portable() -> Any:
+    """For arrays that no tensor map describes, as their strides are not positive: what they give
+    is compared to the bit with results of the same kernel."""
+    return oracle.preferring("fwd_sm80")
+
+
 # Libraries
 
 
@@ -201,9 +207,10 @@ class CudaArrayInterface:
 def test_cuda_array_interface_alone(cp: Any) -> None:
     q, k, v = inputs(2, 70, 90, 4, 2, 64, 64, "float16")
     wrapped = [CudaArrayInterface(x) for x in (q, k[:, ::-1], v)]
-    got = flash_attention(wrapped[0], wrapped[1], wrapped[2])
-    assert isinstance(got, cp.ndarray)
-    assert_same(got, expect(q, k[:, ::-1], v)[0], "o")
+    with portable():
+        got = flash_attention(wrapped[0], wrapped[1], wrapped[2])
+        assert isinstance(got, cp.ndarray)
+        assert_same(got, expect(q, k[:, ::-1], v)[0], "o")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -233,8 +240,9 @@ def test_dlpack_capsules(cp: Any, wrap: Callable[[Any], Producer], dtype: str) -
         assert producer.streams == [1], f"{name}: the legacy stream is 1, got {producer.streams}"
     if not made[0].null_strides:
         turned = [wrap(x) for x in (q, k[:, ::-1], v[:, ::-1])]
-        got = flash_attention(turned[0], turned[1], turned[2])
-        assert_same(got, expect(q, k[:, ::-1], v[:, ::-1])[0], "negative strides")
+        with portable():
+            got = flash_attention(turned[0], turned[1], turned[2])
+            assert_same(got, expect(q, k[:, ::-1], v[:, ::-1])[0], "negative strides")
 
 
 def test_dlpack_stream_is_the_works_own(cp: Any) -> None:
@@ -360,6 +368,8 @@ def test_case_10_every_tensor_has_its_own_strides(
     b, sq, sk, h, hk = shape
     q, k, v = inputs(b, sq, sk, h, hk, 64, 96, dtype)
     o, _ = expect(q, k, v, causal=True)
+    with portable():
+        unmapped, _ = expect(q, k, v, causal=True)
     rng = np.random.default_rng(0)
     combinations = list(itertools.product(ALIGNED, repeat=4))
     for n in rng.permutation(len(combinations))[:60]:
@@ -370,10 +380,11 @@ def test_case_10_every_tensor_has_its_own_strides(
         before = arrays.copy_count()
         flash_attention(views[0], views[1], views[2], causal=True, out=out)
         assert arrays.copy_count() == before, f"{hows}: an aligned tensor was copied"
-        assert_same(out, o, f"{hows}")
+        assert_same(out, unmapped if "reversed rows" in hows[:3] else o, f"{hows}")
     every = [broadcast_batch(cp, x) for x in (q, k, v)]
-    got = flash_attention(every[0], every[1], every[2])
-    assert_same(got, expect(*every)[0], "one batch entry, broadcast")
+    with portable():
+        got = flash_attention(every[0], every[1], every[2])
+        assert_same(got, expect(*every)[0], "one batch entry, broadcast")
 
 
 def broadcast_batch(cp: Any, x: Any) -> Any:
@@ -382,6 +393,11 @@ def broadcast_batch(cp: Any, x: Any) -> Any:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_case_11_negative_strides(cp: Any, dtype: str) -> None:
+    with portable():
+        negative_strides(dtype)
+
+
+def negative_strides(dtype: str) -> None:
     q, k, v = inputs(2, 70, 90, 4, 2, 64, 64, dtype)
     for wrap in (plain, Producer):
         got = flash_attention(wrap(q), wrap(k[:, ::-1]), wrap(v[:, ::-1]), return_lse=True)

@@ -6,6 +6,7 @@
 // finite is counted by a second product and added as +Inf, -Inf or NaN. Slow, and rare: it takes
 // few columns at a time, and few registers.
 #pragma once
+#include "../prim/copy.cuh"
 #include "../prim/nonfinite.cuh"
 #include "scores.cuh"
 
@@ -22,6 +23,17 @@ template <class T>
 CUFA2_DEVICE u32 operand_pair(const T* row, int kk, int half, int t, int head_dim, bool valid) {
   const int column = 16 * kk + 8 * half + 2 * t;
   return two_elements(row + column, valid && column < head_dim);
+}
+
+// `chunk` with what stands in `other` where it has NaN.
+template <class T> CUFA2_DEVICE Chunk where_nan(Chunk chunk, const Chunk& other) {
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    const Float2 f = unpack2<T>(chunk.word[w]);
+    const u32 nan = (f.lo != f.lo ? 0xffffu : 0u) | (f.hi != f.hi ? 0xffff0000u : 0u);
+    chunk.word[w] = (chunk.word[w] & ~nan) | (other.word[w] & nan);
+  }
+  return chunk;
 }
 
 // Columns [column, column + 8 * N_TILES) of the 16 rows from `q_row` on, not yet normalised, over

@@ -17,16 +17,19 @@
 template <class T, class Scores, class Output, int LATE> struct LazySoftmax {
   static constexpr int kElements = 4 * Scores::N_TILES, kSteps = Scores::N_TILES / 2;
   static constexpr float kHeadroom = 8.0f;
+  // The reference of a row that has seen no key. Finite, as -inf less it is -inf still, not NaN:
+  // the only scores that make a NaN are NaN, and no redo would mend them.
+  static constexpr float kNone = -3.4028235e38f;
   // P in bf16 has the range of float32; in fp16 an exponential must stay below 65504.
   static constexpr float kLargest = is_same<T, fp16_t> ? 0x1p15f : 0x1p64f;
   using Weights = u32[kSteps][4];
 
-  float reference[2];  // in units of log2; -inf until the row has seen a key
+  float reference[2];  // in units of log2; kNone until the row has seen a key
   float sum[2];        // this lane's share
   bool maxima;         // whether the warp takes maxima in every block
 
   CUFA2_DEVICE void reset() {
-    reference[0] = reference[1] = -inf();
+    reference[0] = reference[1] = kNone;
     sum[0] = sum[1] = 0.0f;
     maxima = false;
   }
@@ -74,8 +77,8 @@ template <class T, class Scores, class Output, int LATE> struct LazySoftmax {
     }
     float added[2];
     exponentials<false>(s, added, scale_log2, never, wait);
-    const bool in_range = added[0] <= kLargest && added[1] <= kLargest;  // NaN is not
-    if (warp_any(!in_range)) {
+    // NaN is in range: its row is NaN, and others keep every bit.
+    if (warp_any(added[0] > kLargest || added[1] > kLargest)) {
       again(s);
       maxima = true;
       exact(s, p, o, scale_log2, never, [] {});
@@ -97,15 +100,15 @@ template <class T, class Scores, class Output, int LATE> struct LazySoftmax {
   }
 
  private:
-  // EMPTY: a row may have seen no key. Its r is -inf, and its scores, all -inf, must become 0.
-  // Otherwise such a row becomes infinite, out of range.
+  // EMPTY: a row may have seen no key, and its scores, all -inf, become 0. Otherwise the first
+  // score above -inf makes such a row infinite, out of range.
   template <bool EMPTY, class Wait>
   CUFA2_DEVICE void exponentials(Scores& s, float (&added)[2], float scale_log2, u32 never,
                                  const Wait& wait) const {
     float part[2][2] = {}, subtract[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      subtract[r] = EMPTY && reference[r] == -inf() ? 0.0f : reference[r];
+      subtract[r] = EMPTY && reference[r] == kNone ? 0.0f : reference[r];
     }
 #pragma unroll
     for (int i = 0; i < kElements; ++i) {

@@ -42,10 +42,10 @@ def why_not() -> str | None:
         return "g++ is missing (Debian: apt-get install g++)"
     if shutil.which("addr2line") is None:
         return "addr2line is missing (Debian: apt-get install binutils)"
-    header = "#include <boost/context/fiber.hpp>\n"
+    program = "#include <boost/context/fiber.hpp>\nint main() {}\n"
     ran = subprocess.run(
-        ["g++", "-std=c++17", "-fsyntax-only", "-x", "c++", "-"],
-        input=header,
+        ["g++", "-std=c++17", "-x", "c++", "-", "-o", os.devnull, "-lboost_context"],
+        input=program,
         text=True,
         capture_output=True,
         check=False,
