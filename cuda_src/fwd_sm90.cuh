@@ -15,10 +15,10 @@
 // only some rows of the tile may see), its warp sums its rows up again (attn/rows_again.cuh).
 #pragma once
 #include "attn/frame_sm90.cuh"
+#include "attn/output_sm90.cuh"
 #include "attn/rows_again.cuh"
 #include "attn/scores.cuh"
 #include "attn/softmax_sm90.cuh"
-#include "prim/warpgroup.cuh"
 #include "tile/blocked.cuh"
 
 template <class T_, int D_, int DV_, int BLOCK_Q_, int BLOCK_K_, int STAGES_, int Q_STAGES_,
@@ -80,7 +80,7 @@ CUFA2_DEVICE void produce(const FwdSm90Params& params, u32 q_tiles, u32 k_tiles,
   u32 raw_parity = 0;
   int tile = blockIdx.x;
   for (;;) {
-    const TileFrame frame = frame_of<Tile, Mask>(p, tile);
+    const TileFrame frame = frame_of<Tile, Mask>(params, tile);
     const u32 q_full = control + C::kQFull + kMbarrierBytes * q.stage;
     wait_in_step(control + C::kQEmpty + kMbarrierBytes * q.stage, q.parity);
     if (leader) {
@@ -89,8 +89,8 @@ CUFA2_DEVICE void produce(const FwdSm90Params& params, u32 q_tiles, u32 k_tiles,
         mbarrier_arrive(q_full);
       } else {
         mbarrier_arrive_expecting(q_full, Tile::Q::kBytes);
-        Tile::Q::load(q_tiles + q.stage * Tile::Q::kBytes, params.q_map, q_full, frame.q_begin,
-                      frame.head, frame.batch);
+        Tile::Q::load(q_tiles + q.stage * Tile::Q::kBytes, params.q_map, q_full, frame.head,
+                      frame.q_begin, frame.batch);
       }
     }
     if (!frame.valid) break;
@@ -201,38 +201,10 @@ CUFA2_DEVICE void apply_sign(u32 q_rows, float sign, int thread, int barrier) {
   group_sync(barrier, 128);
 }
 
-// Writes 16 rows and 32 columns of O, normalised. The lanes of a quad exchange elements so that
-// each writes 16 bytes. Rows without a visible key and rows past the sequence are exact zeros.
-// MEND: only where NaN was written before, by the same threads.
-template <class T, bool MEND>
-CUFA2_DEVICE void store_columns(const FwdParams& p, const TileFrame& frame, int first_row,
-                                const float (&o)[4][4], const float (&inverse)[2], int column) {
-  using Rows = Accumulator<1, 4>;
-  const int lane = thread_index() % 32, t = lane % 4;
-  T* out = static_cast<T*>(p.o) + frame.batch * p.o_stride.batch + frame.head * p.o_stride.head;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int i = first_row + Rows::row(lane, r);
-    const bool zero = inverse[r] == 0.0f || i >= frame.len_q;
-    u32 word[4];  // columns 2 t.. of tile n; wanted: all columns of tile t
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      const u32 rounded = pack2<T>(o[n][2 * r] * inverse[r], o[n][2 * r + 1] * inverse[r]);
-      word[n] = zero ? 0u : rounded;
-    }
-    quad_transpose(word, t);
-    if (i < p.seqlen_q && column + 8 * t < p.head_dim_v) {
-      T* const at = out + i * p.o_stride.row + column + 8 * t;
-      Chunk chunk{{word[0], word[1], word[2], word[3]}};
-      if constexpr (MEND) chunk = where_nan<T>(load_global_16(at), chunk);
-      store_global_16(at, chunk);
-    }
-  }
-}
-
 // A warpgroup's walk over the key blocks of its tiles.
 template <class Tile, class Mask, class Score> struct Consumer {
   using C = typename Tile::Control;
+  const FwdSm90Params& params;
   const FwdParams& p;
   const Score score;
   const u32 q_tiles, k_tiles, v_tiles, control;
@@ -242,8 +214,10 @@ template <class Tile, class Mask, class Score> struct Consumer {
   typename Tile::Output o;
   typename Tile::Softmax softmax;
 
-  CUFA2_DEVICE Consumer(const FwdParams& p, u32 q_tiles, u32 k_tiles, u32 v_tiles, u32 control)
-      : p(p), score(p), q_tiles(q_tiles), k_tiles(k_tiles), v_tiles(v_tiles), control(control) {}
+  CUFA2_DEVICE Consumer(const FwdSm90Params& params, u32 q_tiles, u32 k_tiles, u32 v_tiles,
+                        u32 control)
+      : params(params), p(params.call), score(p), q_tiles(q_tiles), k_tiles(k_tiles),
+        v_tiles(v_tiles), control(control) {}
 
   CUFA2_DEVICE u32 barrier(u32 offset, int stage) const {
     return control + offset + kMbarrierBytes * stage;
@@ -286,7 +260,8 @@ template <class Tile, class Mask, class Score> struct Consumer {
   }
 
   // Block n, after block n + 1.
-  template <bool MASKED> CUFA2_DEVICE void step(u32 q_rows, const Mask& mask, int q_begin, int n) {
+  template <bool MASKED>
+  CUFA2_DEVICE void step(u32 q_rows, const TileMask<Mask>& mask, int n) {
     const auto before = place;
     place.next();
     begin_scores(q_rows);
@@ -302,7 +277,7 @@ template <class Tile, class Mask, class Score> struct Consumer {
     apply_score<Tile>(s, score);
     if constexpr (MASKED) {
       release(C::kKEmpty, place.stage);
-      apply_mask<Tile>(s, mask, q_begin, n * Tile::BLOCK_K);
+      apply_mask<Tile>(s, mask, 0, n * Tile::BLOCK_K);
       softmax.exact(s, weights, o, p.scale_log2, never, wait);
     } else {
       softmax.quick(s, weights, o, p.scale_log2, never, wait, [&](typename Tile::Scores& scores) {
@@ -317,11 +292,14 @@ template <class Tile, class Mask, class Score> struct Consumer {
     const Mask mask(p, Lengths(frame.len_q, frame.len_k, p.top_left));
     // Among those that compute; asked for anew, as registers are short.
     const int group = warp_uniform(thread_index() / 128) - 1;
-    const int begin = frame.q_begin + 64 * group, end = min(begin + 64, frame.len_q);
+    const TileMask<Mask> rows_mask{mask, {frame.q_begin, frame.head, params.pack}};
+    const int begin = rows_mask.rows.position(64 * group);
+    const int end = min(rows_mask.rows.position(64 * group + 63) + 1, frame.len_q);
     const KvRange range = mask.kv_range(begin, end);
-    const bool any = begin < end && range.begin < range.end;
-    const int first = any ? range.begin / Tile::BLOCK_K : frame.first;
-    const int last = any ? (range.end - 1) / Tile::BLOCK_K : frame.first - 1;
+    int first = max(range.begin / Tile::BLOCK_K, frame.first);
+    int last = min((range.end - 1) / Tile::BLOCK_K, frame.last);
+    const bool any = begin < end && range.begin < range.end && first <= last;
+    if (!any) first = frame.first, last = frame.first - 1;
     const int full_first = (range.full_begin + Tile::BLOCK_K - 1) / Tile::BLOCK_K;
     const int full_beyond = range.full_end / Tile::BLOCK_K;
     o.clear();
@@ -336,17 +314,17 @@ template <class Tile, class Mask, class Score> struct Consumer {
       release(C::kKEmpty, place.stage);
       apply_score<Tile>(s, score);
       if (last >= full_beyond || last < full_first) {
-        apply_mask<Tile>(s, mask, frame.q_begin, last * Tile::BLOCK_K);
+        apply_mask<Tile>(s, rows_mask, 0, last * Tile::BLOCK_K);
       }
       softmax.exact(s, weights, o, p.scale_log2, control + C::kNever, [] {});
       int n = last - 1;
 #pragma unroll 1
-      for (; n >= max(first, full_beyond); --n) step<true>(q_rows, mask, frame.q_begin, n);
+      for (; n >= max(first, full_beyond); --n) step<true>(q_rows, rows_mask, n);
 #pragma unroll 1
-      for (; n >= max(first, full_first); --n) step<false>(q_rows, mask, frame.q_begin, n);
+      for (; n >= max(first, full_first); --n) step<false>(q_rows, rows_mask, n);
       if constexpr (Mask::kLeft) {
 #pragma unroll 1
-        for (; n >= first; --n) step<true>(q_rows, mask, frame.q_begin, n);
+        for (; n >= first; --n) step<true>(q_rows, rows_mask, n);
       }
       release(C::kQEmpty, q_stage);
       begin_output(place);
@@ -358,52 +336,65 @@ template <class Tile, class Mask, class Score> struct Consumer {
       release(C::kQEmpty, q_stage);
     }
     skip(first - frame.first);
-    store(frame, mask, range, any);
+    store(frame, rows_mask);
   }
 
-  CUFA2_DEVICE void store(const TileFrame& frame, const Mask& mask, const KvRange& range,
-                          bool any) {
-    using T = typename Tile::T;
-    const int row = frame.q_begin + Tile::warp_row(thread_index());
+  CUFA2_DEVICE void store(const TileFrame& frame, const TileMask<Mask>& mask) {
+    using Place = OutputPlace<Tile>;
+    const Place place(params, frame);
+    const int first_row = Tile::warp_row(thread_index());
     float inverse[2], lse[2];
     softmax.finish(inverse, lse);
     const int lane = thread_index() % 32;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int i = row + Tile::Output::row(lane, r);
-      if (p.lse && lane % 4 == 0 && i < p.seqlen_q) {
-        static_cast<float*>(p.lse)[frame.batch * p.lse_stride.batch +
-                                   frame.head * p.lse_stride.head + i * p.lse_stride.row] =
-            i < frame.len_q ? lse[r] : -inf();
+      const int row = first_row + Tile::Output::row(lane, r), i = place.rows.position(row);
+      if (lane % 4 == 0 && i < p.seqlen_q) {
+        const float value = i < frame.len_q ? lse[r] : -inf();
+        if (place.is_part) params.part_lse[place.part(row) + place.split] = value;
+        else if (p.lse) *place.lse(row) = value;
       }
     }
+    if (place.is_part) {
+      store_part<Tile, false>(place, first_row, o, inverse, 0);
+    } else {
 #pragma unroll
-    for (int n = 0; n < Tile::DV / 8; n += 4) {
-      const auto& columns = reinterpret_cast<const float(&)[4][4]>(o.at[0][n]);
-      store_columns<T, false>(p, frame, row, columns, inverse, 8 * n);
+      for (int n = 0; n < Tile::DV / 8; n += 4) {
+        const auto& columns = reinterpret_cast<const float(&)[4][4]>(o.at[0][n]);
+        store_columns<Tile, false>(place, first_row, columns, inverse, 8 * n);
+      }
     }
     if constexpr (Mask::kPerRow) {
-      if (!any || !warp_any(has_nan(row, frame.len_q))) return;
+      if (warp_any(has_nan(place, first_row))) {
+        const int begin = place.rows.position(first_row);
+        const int end = min(place.rows.position(first_row + 15) + 1, frame.len_q);
+        const KvRange range = mask.mask.kv_range(begin, end);
+        const int key_begin = max(range.begin, frame.first * Tile::BLOCK_K);
+        const int key_end = min(range.end, (frame.last + 1) * Tile::BLOCK_K);
 #pragma unroll 1
-      for (int column = 0; column < p.head_dim_v; column += 32) {
-        Accumulator<1, 4> again;
-        sum_again<T>(p, frame.batch, frame.head, frame.len_q, mask, score, softmax, row,
-                     range.begin, range.end, column, again);
-        store_columns<T, true>(p, frame, row, again.at[0], inverse, column);
+        for (int column = 0; column < p.head_dim_v; column += 32) {
+          Accumulator<1, 4> again;
+          sum_again<typename Tile::T>(p, frame, mask, score, softmax, first_row, key_begin,
+                                      key_end, column, again);
+          if (place.is_part) store_part<Tile, true>(place, first_row, again, inverse, column);
+          else store_columns<Tile, true>(place, first_row, again.at[0], inverse, column);
+        }
       }
     }
+    if (place.is_part) merge_parts<Tile>(place, first_row);
   }
 
   // Whether this lane owns a NaN in a row of the sequence.
-  CUFA2_DEVICE bool has_nan(int row, int len_q) const {
+  CUFA2_DEVICE bool has_nan(const OutputPlace<Tile>& place, int row) const {
     bool nan[2] = {false, false};
 #pragma unroll
     for (int n = 0; n < Tile::Output::N_TILES; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) nan[e >> 1] = nan[e >> 1] || o.at[0][n][e] != o.at[0][n][e];
     const int lane = thread_index() % 32;
-    return (nan[0] && row + Tile::Output::row(lane, 0) < len_q) ||
-           (nan[1] && row + Tile::Output::row(lane, 1) < len_q);
+    const int len_q = place.frame.len_q;
+    return (nan[0] && place.rows.position(row + Tile::Output::row(lane, 0)) < len_q) ||
+           (nan[1] && place.rows.position(row + Tile::Output::row(lane, 1)) < len_q);
   }
 
   CUFA2_DEVICE void run() {
@@ -453,6 +444,6 @@ CUFA2_DEVICE void fwd_sm90(const FwdSm90Params& params) {
     }
   } else {
     take_registers<Tile::kRegisters>();
-    Consumer<Tile, Mask, Score>(params.call, q_tiles, k_tiles, v_tiles, control).run();
+    Consumer<Tile, Mask, Score>(params, q_tiles, k_tiles, v_tiles, control).run();
   }
 }

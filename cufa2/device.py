@@ -148,22 +148,32 @@ def mappable(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> boo
 
 
 def tensor_map(
-    pointer: int, shape: Sequence[int], strides: Sequence[int], dtype: str, rows: int
+    pointer: int,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    dtype: str,
+    rows: int,
+    heads: int = 0,
 ) -> bytes:
     """The CUtensorMap of a (B, S, H, D) tensor (strides in elements), read in boxes of `rows` rows
-    and 64 columns, swizzled by 128 bytes: axes (D, S, H, B)."""
-    (b, s, h, d), itemsize = shape, 2
+    and 64 columns, swizzled by 128 bytes: axes (D, S, H, B). Given a number of heads, which then
+    are in the box, for every position: axes (D, H, S, B)."""
+    axes, box = (1, 2, 0), (rows, 1)
+    if heads:
+        axes, box = (2, 1, 0), (heads, rows // heads)
     # Axes of one element may have any stride; 16 is legal.
-    steps = [
-        st * itemsize if n > 1 else 16
-        for n, st in ((s, strides[1]), (h, strides[2]), (b, strides[0]))
-    ]
-    return encode_tensor_map(_MAP_TYPES[dtype], pointer, (d, s, h, b), tuple(steps), rows)
+    steps = tuple(2 * strides[a] if shape[a] > 1 else 16 for a in axes)
+    extents = (shape[3], *(shape[a] for a in axes))
+    return encode_tensor_map(_MAP_TYPES[dtype], pointer, extents, steps, box)
 
 
 @functools.lru_cache(maxsize=1024)
 def encode_tensor_map(
-    kind: int, pointer: int, extents: tuple[int, ...], strides: tuple[int, ...], rows: int
+    kind: int,
+    pointer: int,
+    extents: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, int],
 ) -> bytes:
     """cuTensorMapEncodeTiled for four axes; RuntimeError with what it was given if it refuses.
 
@@ -179,7 +189,7 @@ def encode_tensor_map(
         ctypes.c_void_p(pointer),
         words(*extents),
         (ctypes.c_uint64 * 3)(*strides),
-        halves(_BOX_COLUMNS, rows, 1, 1),
+        halves(_BOX_COLUMNS, *box, 1),
         halves(1, 1, 1, 1),
         0,
         _SWIZZLE_128B,
@@ -189,7 +199,7 @@ def encode_tensor_map(
     if status:
         raise RuntimeError(
             f"cuTensorMapEncodeTiled failed ({status}): address {pointer:#x}, extents "
-            f"{tuple(extents)}, strides {tuple(strides)} bytes, boxes of {rows} rows"
+            f"{tuple(extents)}, strides {tuple(strides)} bytes, boxes of {box}"
         )
     return ctypes.string_at(start, 128)
 

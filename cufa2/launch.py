@@ -93,14 +93,17 @@ class Scratch:
             start += size
         return made
 
-    def counter(self) -> Any:
-        """Two 32-bit zeros, for kernels that claim their work; they leave zeros behind."""
-        if self._counter is None:
-            self._counter = device.cupy().zeros(2, np.uint32)
-        return self._counter
+    def counter(self, size: int) -> int:
+        """Address of 32-bit zeros, for kernels that claim their work; they leave zeros behind."""
+        if self._counter is None or self._counter.size < size:
+            self._counter = self._zeros(size)
+        return arrays.address(self._counter)
 
     def _empty(self, size: int) -> Any:
         return device.cupy().empty(size, np.uint8)
+
+    def _zeros(self, size: int) -> Any:
+        return device.cupy().zeros(size, np.uint32)
 
 
 def forward(
@@ -115,12 +118,30 @@ def forward(
     views: q, k, v, o (B, S, H, D), lse, seqlens_q, seqlens_k (the last three may be None). One
     the kernel cannot use in place is replaced by a work copy in `scratch`.
     """
-    with _in_place(problem, views, ("q", "k", "v"), ("o",), (), scratch) as (placed, _):
+    variant = kernel.variant
+    blocks = variant.kernel.blocks(variant.tile, problem)
+    if not variant.kernel.persistent or not blocks:
+        with _in_place(problem, views, ("q", "k", "v"), ("o",), (), scratch) as (placed, _):
+            values = params.forward_values(problem, placed, kernel.info.l2_bytes)
+            _launch(kernel, blocks, values, at)
+        return
+    shared = params.sharing(
+        problem, variant.tile.block_q, variant.tile.block_k, kernel.info.sm_count
+    )
+    groups = problem.batch * problem.num_heads >> shared["pack"]
+    parts = warps = 0
+    if shared["split_blocks"]:
+        parts = problem.batch * problem.num_heads * problem.seqlen_q * shared["tiles"]
+        warps = groups * variant.tile.block_q // 16
+    extra = [((n,), 4) for n in (parts * variant.head_dim_v, parts) if n]
+    with _in_place(problem, views, ("q", "k", "v"), ("o",), extra, scratch) as (placed, made):
+        counter = scratch.counter(2 + warps)
+        part_o, part_lse = map(arrays.address, made) if made else (0, 0)
         values = params.forward_values(problem, placed, kernel.info.l2_bytes)
-        if kernel.variant.kernel.persistent and problem.num_heads and problem.seqlen_q:
-            values |= _maps(kernel.variant, problem, placed)
-            values["counter"] = arrays.address(scratch.counter())
-        _launch(kernel, problem, values, at)
+        values |= shared | _maps(variant, problem, placed, 1 << shared["pack"])
+        values |= {"counter": counter, "arrived": counter + 8}
+        values |= {"part_o": part_o, "part_lse": part_lse}
+        _launch(kernel, groups * shared["tiles"], values, at)
 
 
 def mappable(view: ArrayView) -> bool:
@@ -128,14 +149,18 @@ def mappable(view: ArrayView) -> bool:
     return not arrays.aligned(view) or device.mappable(view.shape, view.strides, view.itemsize)
 
 
-def _maps(variant: Variant, problem: Problem, views: Mapping[str, Any]) -> dict[str, bytes]:
-    """Tensor maps of q, k and v with boxes of the tile's rows; one of q where there are no keys,
-    as no map describes nothing and none of k and v is read."""
+def _maps(
+    variant: Variant, problem: Problem, views: Mapping[str, Any], heads: int
+) -> dict[str, bytes]:
+    """Tensor maps of q, k and v with boxes of the tile's rows, of q for so many heads; one of q
+    where there are no keys, as no map describes nothing and none of k and v is read."""
     rows = {"q": variant.tile.block_q, "k": variant.tile.block_k, "v": variant.tile.block_k}
     made = {}
     for name, n in rows.items():
         x = views[name if problem.seqlen_k else "q"]
-        made[f"{name}_map"] = device.tensor_map(x.pointer, x.shape, x.strides, problem.dtype, n)
+        made[f"{name}_map"] = device.tensor_map(
+            x.pointer, x.shape, x.strides, problem.dtype, n, heads if name == "q" else 0
+        )
     return made
 
 
@@ -167,7 +192,8 @@ def backward(
             named["dq_sum"] = dq.pointer
         values = params.backward_values(problem, placed, named, kernels[0].info.l2_bytes)
         for kernel in kernels:
-            _launch(kernel, problem, values, at)
+            blocks = kernel.variant.kernel.blocks(kernel.variant.tile, problem)
+            _launch(kernel, blocks, values, at)
 
 
 @contextmanager
@@ -199,9 +225,8 @@ def _in_place(
                 arrays.copy_out(known[name], work[name])
 
 
-def _launch(kernel: Loaded, problem: Problem, values: Mapping[str, Any], at: Place) -> None:
+def _launch(kernel: Loaded, blocks: int, values: Mapping[str, Any], at: Place) -> None:
     row, tile = kernel.variant.kernel, kernel.variant.tile
-    blocks = row.blocks(tile, problem)
     if not blocks:
         return
     most = kernel.info.sm_count if row.persistent else 2**31 - 1

@@ -32,6 +32,7 @@ Views = Mapping[str, View | None]
 
 _LOG2_E = math.log2(math.e)
 _MAX_FLOAT32 = 3.4028234663852886e38
+SPLIT_KEYS = 1024  # the least that a tile of few queries gets when keys are split
 WORK_ROWS = 64  # kWorkRows: the work arrays of a backward pass have whole tiles of rows
 
 
@@ -68,7 +69,8 @@ MAPS = ("q_map", "k_map", "v_map")
 FWD_SM90_PARAMS = (
     *_layout(("128s", MAPS)),
     *((f"call.{name}", code) for name, code in FWD_PARAMS),
-    ("counter", "Q"),
+    *_layout(("Q", ("counter", "arrived", "part_o", "part_lse"))),
+    *_layout(("i", ("pack", "tiles", "split_blocks"))),
 )
 PARAMS = {
     "FwdParams": FWD_PARAMS,
@@ -108,6 +110,28 @@ def forward_values(p: Problem, views: Views, l2_bytes: int) -> dict[str, Any]:
         "q_sign": sign,
     }
     return values
+
+
+def sharing(p: Problem, block_q: int, block_k: int, sm_count: int) -> dict[str, int]:
+    """How tiles of fwd_sm90 share the work of few queries (pack, tiles, split_blocks).
+
+    2^pack query heads of a key head share a tile as long as the queries do not fill it. Where a
+    tile then has all queries, its keys are split into parts that together fill the card twice, of
+    SPLIT_KEYS at least. None of it depends on the batch: nor does a row's result.
+    """
+    pack, heads = 0, p.num_heads
+    while p.group % (2 << pack) == 0 and p.seqlen_q << (pack + 1) <= block_q:
+        if block_q % (2 << pack):
+            break
+        pack += 1
+    if p.seqlen_q << pack > block_q:
+        return {"pack": pack, "tiles": -(-(p.seqlen_q << pack) // block_q), "split_blocks": 0}
+    blocks = -(-p.seqlen_k // block_k)
+    splits = min(p.seqlen_k // SPLIT_KEYS, -(-2 * sm_count // (heads >> pack)))
+    if splits < 2:
+        return {"pack": pack, "tiles": 1, "split_blocks": 0}
+    each = -(-blocks // splits)
+    return {"pack": pack, "tiles": -(-blocks // each), "split_blocks": each}
 
 
 def backward_values(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import gpu_oracle as oracle
 import numpy as np
@@ -11,7 +14,7 @@ import pytest
 from test_gpu_forward import run, run_checked
 from test_kernels import Cell, arrays_of, for_problems, name_of, options_of
 
-from cufa2 import device
+from cufa2 import device, params
 from cufa2.kernels import KERNELS, MASKS, SCORES
 from cufa2.testing import Backend
 
@@ -102,3 +105,66 @@ def test_the_order_of_threads_changes_no_bit() -> None:
         again, lse_again = run(q, k, v, causal=True)
         oracle.assert_same(again, o, "o")
         oracle.assert_same(lse_again, lse, "lse")
+
+
+PACKED = [(8, 2), (12, 3), (3, 1)]
+
+
+@pytest.mark.parametrize("heads", PACKED)
+@pytest.mark.parametrize("seqlen", [2, 20])
+def test_query_heads_share_tiles(card: Backend, heads: tuple[int, int], seqlen: int) -> None:
+    """Few queries: those of several heads are rows of one tile."""
+    lens = {"seqlens_q": oracle.lengths(seqlen, 1), "seqlens_k": oracle.lengths(150, 97)}
+    for options in ({"causal": True}, {"window": (40, 3), "softcap": 3.0}):
+        q, k, v = oracle.inputs(2, seqlen, 150, *heads, 64, 64, "float16")
+        run_checked(q, k, v, f"{heads} {seqlen} {options}", **options)
+        run_checked(q, k, v, f"{heads} {seqlen} {options}, lengths", **options, **lens)
+
+
+@pytest.mark.parametrize(
+    ("dims", "dtype", "masks"),
+    [
+        ((64, 64), "float16", tuple(oracle.MASK_OPTIONS)),
+        ((128, 72), "bfloat16", ("causal",)),
+        ((256, 256), "float16", ("local",)),
+    ],
+)
+def test_keys_are_split(
+    card: Backend, dims: tuple[int, int], dtype: str, masks: tuple[str, ...]
+) -> None:
+    """Among tiles, and merged: all masks, lengths that leave parts empty, rows without keys."""
+    with mock.patch.object(params, "SPLIT_KEYS", 128), many_multiprocessors():
+        for heads, seqlen in (((4, 1), 1), ((2, 2), 5)):
+            q, k, v = oracle.inputs(3, seqlen, 500, *heads, *dims, dtype)
+            lens = {"seqlens_k": oracle.lengths(500, 3, 290)}
+            for options in (oracle.MASK_OPTIONS[mask] for mask in masks):
+                run_checked(q, k, v, f"{heads} {options}", **options)
+                run_checked(q, k, v, f"{heads} {options}, lengths", **options, **lens)
+            # A row's result does not depend on the batch.
+            together, lse = run(q, k, v, causal=True)
+            alone, lse_alone = run(q[1:2], k[1:2], v[1:2], causal=True)
+            oracle.assert_same(alone, together[1:2], "o")
+            oracle.assert_same(lse_alone, lse[1:2], "lse")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_bad_values_in_split_keys(card: Backend, value: float) -> None:
+    with mock.patch.object(params, "SPLIT_KEYS", 128), many_multiprocessors():
+        q, k, v = oracle.inputs(1, 6, 500, 4, 2, 64, 64, "bfloat16")
+        clean, lse = run(q, k, v, causal=True)
+        spoilt = oracle.host(v).copy()
+        spoilt[0, 497, :, 3] = value  # seen by the last three rows
+        o, lse_again = run(q, k, oracle.to_device(spoilt), causal=True)
+        oracle.assert_same(lse_again, lse, "lse")
+        got, expected = (oracle.host(x).astype(np.float32)[0] for x in (o, clean))
+        expected[3:, :, 3] = value
+        np.testing.assert_array_equal(got, expected)
+
+
+@contextmanager
+def many_multiprocessors() -> Iterator[None]:
+    """A card of at least eight, so that keys are split for them."""
+    info = device.info(0)
+    more = replace(info, sm_count=max(info.sm_count, 8))
+    with mock.patch.object(device, "info", return_value=more):
+        yield

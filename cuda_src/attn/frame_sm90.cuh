@@ -8,10 +8,25 @@
 
 // One tile: what the producer has found out about it.
 struct alignas(16) TileFrame {
-  int valid;         // 0: there are no more
+  int valid;         // 0: there are no more; 1 + the split of its keys
   int batch, head, q_begin;
   int len_q, len_k;  // of the batch entry
   int first, last;   // key blocks that some row of the tile sees; none: last < first
+};
+
+// Its rows: 2^pack heads from `head` on for each query position.
+struct TileRows {
+  int q_begin, head, pack;
+  CUFA2_DEVICE int position(int row) const { return q_begin + (row >> pack); }
+  CUFA2_DEVICE int head_of(int row) const { return head + (row & ((1 << pack) - 1)); }
+};
+
+// A mask asked by row of the tile.
+template <class Mask> struct TileMask {
+  const Mask& mask;
+  TileRows rows;
+  CUFA2_DEVICE RowRange row_range(int row) const { return mask.row_range(rows.position(row)); }
+  CUFA2_DEVICE bool keep(int row, int j) const { return mask.keep(rows.position(row), j); }
 };
 
 // What lies behind the tiles in shared memory, by byte offsets: mbarriers of each stage, a word
@@ -38,18 +53,26 @@ template <int COUNT> struct RingPlace {
 };
 
 template <class Tile, class Mask>
-CUFA2_DEVICE TileFrame frame_of(const FwdParams& p, int tile) {
-  const int tiles = (p.seqlen_q + Tile::BLOCK_Q - 1) / Tile::BLOCK_Q;
-  const Place at = find_place<u32>(tile, p.heads_total, p.section, p.num_heads, tiles);
+CUFA2_DEVICE TileFrame frame_of(const FwdSm90Params& params, int tile) {
+  const FwdParams& p = params.call;
+  const int pack = params.pack, positions = Tile::BLOCK_Q >> pack;
+  const Place at = find_place<u32>(tile, p.heads_total >> pack, p.section >> pack,
+                                   p.num_heads >> pack, params.tiles);
   if (!at.valid) return {0, 0, 0, 0, 0, 0, 0, -1};
   const Lengths len(p, at.batch);
   const Mask mask(p, len);
-  const int q_begin = (tiles - 1 - at.tile) * Tile::BLOCK_Q;
-  const int q_end = min(q_begin + Tile::BLOCK_Q, len.q);
+  const int split = params.split_blocks ? at.tile : 0;
+  const int q_begin = params.split_blocks ? 0 : (params.tiles - 1 - at.tile) * positions;
+  const int q_end = min(q_begin + positions, len.q);
   const KvRange range = mask.kv_range(q_begin, q_end);
-  const bool any = q_begin < q_end && range.begin < range.end;
-  return {1, static_cast<int>(at.batch), at.head, q_begin, len.q, len.k,
-          any ? range.begin / Tile::BLOCK_K : 0, any ? (range.end - 1) / Tile::BLOCK_K : -1};
+  int first = range.begin / Tile::BLOCK_K, last = (range.end - 1) / Tile::BLOCK_K;
+  if (params.split_blocks) {
+    first = max(first, split * params.split_blocks);
+    last = min(last, (split + 1) * params.split_blocks - 1);
+  }
+  if (q_begin >= q_end || range.begin >= range.end || first > last) first = 0, last = -1;
+  return {1 + split, static_cast<int>(at.batch), at.head << pack, q_begin, len.q, len.k, first,
+          last};
 }
 
 CUFA2_DEVICE void store_frame(u32 shared, const TileFrame& frame) {

@@ -4,9 +4,17 @@
 #include "params.cuh"
 
 struct FwdSm90Params {
-  TensorMap q_map, k_map, v_map;  // (B, H, S, D), boxes of 64 columns and a tile's rows
+  // Boxes of 64 columns and a tile's rows. k and v: (B, H, S, D). q: (B, S, H, D), as 2^pack
+  // heads of one key head may share a tile, row by row.
+  TensorMap q_map, k_map, v_map;
   FwdParams call;
   u32* counter;                   // (2,), zero: see claim_work
+  // With splits, which then are all the tiles of a head or of those that share one:
+  u32* arrived;                   // (B * H / 2^pack, warps), zero: see last_to_arrive
+  float* part_o;                  // (B, H, Sq, splits, DV)
+  float* part_lse;                // (B, H, Sq, splits)
+  int pack, tiles;
+  int split_blocks;               // key blocks of a split; 0: tiles are of queries
 };
 static_assert(sizeof(FwdSm90Params) == CUFA2_FWD_SM90_PARAMS_BYTES,
               "params.py packs another layout");

@@ -36,15 +36,16 @@ template <class T> CUFA2_DEVICE Chunk where_nan(Chunk chunk, const Chunk& other)
   return chunk;
 }
 
-// Columns [column, column + 8 * N_TILES) of the 16 rows from `q_row` on, not yet normalised, over
-// keys [first, beyond).
-template <class T, class Mask, class Score, class Softmax, class Output>
-CUFA2_DEVICE void sum_again(const FwdParams& p, i64 batch, int head, int len_q, const Mask& mask,
-                            const Score& score, const Softmax& softmax, int q_row, int first,
+// Columns [first_column, first_column + 8 * N_TILES) of the 16 rows of a tile from `first_row` on,
+// not yet normalised, over keys [first, beyond).
+template <class T, class Frame, class TileMask, class Score, class Softmax, class Output>
+CUFA2_DEVICE void sum_again(const FwdParams& p, const Frame& frame, const TileMask& mask,
+                            const Score& score, const Softmax& softmax, int first_row, int first,
                             int beyond, int first_column, Output& o) {
   const int lane = thread_index() % 32, g = lane / 4, t = lane % 4;
-  const int kv_head = head / p.group;
-  const T* q = static_cast<const T*>(p.q) + batch * p.q_stride.batch + head * p.q_stride.head;
+  const i64 batch = frame.batch;
+  const int kv_head = frame.head / p.group, len_k = frame.len_k;
+  const T* q = static_cast<const T*>(p.q) + batch * p.q_stride.batch;
   const T* k = static_cast<const T*>(p.k) + batch * p.k_stride.batch + kv_head * p.k_stride.head;
   const T* v = static_cast<const T*>(p.v) + batch * p.v_stride.batch + kv_head * p.v_stride.head;
   o.clear();
@@ -57,14 +58,15 @@ CUFA2_DEVICE void sum_again(const FwdParams& p, i64 batch, int head, int len_q, 
       u32 a[4];
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const int i = q_row + g + 8 * (e & 1);
-        a[e] = operand_pair(q + i * p.q_stride.row, kk, e >> 1, t, p.head_dim, i < len_q);
+        const int row = first_row + g + 8 * (e & 1), i = mask.rows.position(row);
+        const T* at = q + mask.rows.head_of(row) * p.q_stride.head + i * p.q_stride.row;
+        a[e] = operand_pair(at, kk, e >> 1, t, p.head_dim, i < frame.len_q);
       }
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
         const int j = key + 8 * n + g;
         const T* row = k + j * p.k_stride.row;
-        const bool valid = j < mask.seqlen_k;
+        const bool valid = j < len_k;
         mma_m16n8k16<T>(s.at[0][n], a, operand_pair(row, kk, 0, t, p.head_dim, valid),
                         operand_pair(row, kk, 1, t, p.head_dim, valid));
       }
@@ -80,8 +82,8 @@ CUFA2_DEVICE void sum_again(const FwdParams& p, i64 batch, int head, int len_q, 
       float weight[2], keep[2];
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        const int i = q_row + g + 8 * (e & 1), j = key + 8 * (e >> 1) + 2 * t + c;
-        const bool seen = mask.keep(i, j);
+        const int row = first_row + g + 8 * (e & 1), j = key + 8 * (e >> 1) + 2 * t + c;
+        const bool seen = mask.keep(row, j) && j >= first && j < beyond;
         weight[c] = seen ? exp2_approx(fmaf(pair[c], p.scale_log2, -softmax.reference[e & 1])) : 0;
         keep[c] = seen ? 1.0f : 0.0f;
       }
@@ -96,8 +98,8 @@ CUFA2_DEVICE void sum_again(const FwdParams& p, i64 batch, int head, int len_q, 
         const int j = key + 8 * h + 2 * t, column = first_column + 8 * n + g;
         const T* at = v + j * p.v_stride.row + column;
         const bool inside = column < p.head_dim_v;
-        finite[h] = one_element(at, inside && j < mask.seqlen_k) |
-                    one_element(at + p.v_stride.row, inside && j + 1 < mask.seqlen_k) << 16;
+        finite[h] = one_element(at, inside && j < len_k) |
+                    one_element(at + p.v_stride.row, inside && j + 1 < len_k) << 16;
         code[h] = split_nonfinite<T>(finite[h]);
       }
       mma_m16n8k16<T>(o.at[0][n], weights, finite[0], finite[1]);

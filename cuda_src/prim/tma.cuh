@@ -10,12 +10,13 @@ CUFA2_DEVICE void tensor_map_prefetch(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" :: "l"(&map) : "memory");
 }
 
-// Copies the box at (column, row, head, batch) of a (B, H, S, D) map to `shared` in the
-// background. All bytes of the box, those outside the tensor as zeros, count for `barrier`.
-CUFA2_DEVICE void tma_load(u32 shared, const TensorMap& map, u32 barrier, int column, int row,
-                           int head, int batch) {
+// Copies the box at (column, y, z, batch) of a map of four axes, of which the first is the columns
+// and the last the batch, to `shared` in the background. All bytes of the box, those outside the
+// tensor as zeros, count for `barrier`.
+CUFA2_DEVICE void tma_load(u32 shared, const TensorMap& map, u32 barrier, int column, int y,
+                           int z, int batch) {
   asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
                "[%0], [%1, {%3, %4, %5, %6}], [%2];"
-               :: "r"(shared), "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head),
+               :: "r"(shared), "l"(&map), "r"(barrier), "r"(column), "r"(y), "r"(z),
                   "r"(batch) : "memory");
 }

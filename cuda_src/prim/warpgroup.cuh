@@ -23,3 +23,17 @@ CUFA2_DEVICE void end_claims(u32* counter) {
     atomicExch(counter + 1, 0u);
   }
 }
+
+// Whether this warp is the last of `count` that come here for a counter, which is zero before and
+// after. It then sees what all of them have written to global memory.
+CUFA2_DEVICE bool last_to_arrive(u32* counter, u32 count) {
+  __threadfence();
+  __syncwarp();
+  u32 before = 0;
+  if (threadIdx.x % 32 == 0) before = atomicAdd(counter, 1u);
+  before = __shfl_sync(0xffffffffu, before, 0);
+  if (before != count - 1) return false;
+  if (threadIdx.x % 32 == 0) atomicExch(counter, 0u);
+  __threadfence();
+  return true;
+}

@@ -20,12 +20,13 @@ template <int ROWS_, int COLS_> struct BlockedTile {
     return chunk / 8 * kBlockBytes + row * 128 + ((chunk % 8) ^ (row % 8)) * 16;
   }
 
-  // One thread asks for the rows from `row` on; kBytes will come.
-  static CUFA2_DEVICE void load(u32 shared, const TensorMap& map, u32 barrier, int row, int head,
+  // One thread asks for the box at these places on the map's axes behind the columns; kBytes will
+  // come.
+  static CUFA2_DEVICE void load(u32 shared, const TensorMap& map, u32 barrier, int y, int z,
                                 int batch) {
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
-      tma_load(shared + block * kBlockBytes, map, barrier, 64 * block, row, head, batch);
+      tma_load(shared + block * kBlockBytes, map, barrier, 64 * block, y, z, batch);
     }
   }
 

@@ -77,10 +77,11 @@ void end_phase_if_complete(Mbarrier& b) {
 
 // The bytes of a box as they will lie in shared memory.
 std::vector<unsigned char> read_box(const EmulatedMap& map, const int (&at)[4]) {
-  std::vector<unsigned char> box(map.rows * 128);
-  for (u32 r = 0; r < map.rows; ++r) {
+  std::vector<unsigned char> box(map.rows() * 128);
+  for (u32 r = 0; r < map.rows(); ++r) {
     u16 row[64] = {};
-    const std::int64_t place[4] = {at[0], static_cast<std::int64_t>(at[1]) + r, at[2], at[3]};
+    const std::int64_t place[4] = {at[0], static_cast<std::int64_t>(at[1]) + r % map.box[0],
+                                   static_cast<std::int64_t>(at[2]) + r / map.box[0], at[3]};
     bool inside = true;
     for (int axis = 0; axis < 4; ++axis) {
       inside &= place[axis] >= 0 && place[axis] < static_cast<std::int64_t>(map.extents[axis]);
@@ -256,12 +257,12 @@ void wait_for_mbarrier(u32 address, u32 parity) {
   }
 }
 
-void load_box(u32 shared, const EmulatedMap* map, u32 barrier, int column, int row, int head,
+void load_box(u32 shared, const EmulatedMap* map, u32 barrier, int column, int y, int z,
               int batch) {
   if (shared % 1024) fail("a box lands at %u: not a multiple of 1024", shared);
   mbarrier_at(barrier);
-  unsigned char* target = begin_bulk_write(shared, map->rows * 128);
-  bulk_copies.push_back({shared, barrier, target, read_box(*map, {column, row, head, batch}),
+  unsigned char* target = begin_bulk_write(shared, map->rows() * 128);
+  bulk_copies.push_back({shared, barrier, target, read_box(*map, {column, y, z, batch}),
                          current, now(current)});
   ++seen(current, current);
 }

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+import math
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -119,20 +120,20 @@ class HostScratch(Scratch):
         raw = np.full(size + 256, 0xFF, np.uint8)
         return raw[-raw.ctypes.data % 256 :][:size]
 
-    def counter(self) -> Any:
-        if self._counter is None:
-            self._counter = np.zeros(2, np.uint32)
-        return self._counter
+    def _zeros(self, size: int) -> Any:
+        return np.zeros(size, np.uint32)
 
 
-def encode_tensor_map(kind: int, pointer: int, extents: Any, strides: Any, rows: int) -> bytes:
+def encode_tensor_map(
+    kind: int, pointer: int, extents: Any, strides: Any, box: tuple[int, int]
+) -> bytes:
     """What stands for the driver's maps: EmulatedMap of runtime.h."""
     for s in strides:
         if not 0 < s < 2**40 or s % 16:
             raise EmulatorError(f"a tensor map with a stride of {s} bytes")
-    if not all(0 < n <= 2**32 for n in extents) or not 0 < rows <= 256 or pointer % 16:
-        raise EmulatorError(f"a tensor map of {extents} at {pointer:#x} with {rows} rows a box")
-    return struct.pack("8Q2I", pointer, *extents, *strides, kind, rows).ljust(128, b"\0")
+    if not all(0 < n <= 2**32 for n in extents) or not 0 < math.prod(box) <= 256 or pointer % 16:
+        raise EmulatorError(f"a tensor map of {extents} at {pointer:#x} with boxes of {box}")
+    return struct.pack("8Q3I", pointer, *extents, *strides, kind, *box).ljust(128, b"\0")
 
 
 class Emulated(FlashAttention2):
@@ -199,7 +200,7 @@ def _registering(
                 place = (work.ctypes.data, work.shape, work.strides, work.itemsize)
                 known.append((f"work array {n}", *place, flags))
         if scratch._counter is not None:
-            place = (scratch._counter.ctypes.data, (2,), (4,), 4)
+            place = (scratch._counter.ctypes.data, scratch._counter.shape, (4,), 4)
             known.append(("the counter of claims", *place, _READABLE | _WRITABLE))
         register(known)
         function(*args, **options)

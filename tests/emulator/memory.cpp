@@ -37,6 +37,23 @@ struct Cell {
   Read read[kReads];
 };
 
+// What a warp of some block had written when it arrived at a counter: by lane, up to which clock.
+struct Arrival {
+  u32 stamp;
+  int warp;
+  u32 clock[32];
+};
+std::unordered_map<const u32*, std::vector<Arrival>> arrivals;
+// Those that each warp of the running block has waited for.
+std::vector<Arrival> known[kMaxThreads / 32];
+
+bool is_known(u32 stamp, int writer, u32 clock) {
+  for (const auto& a : known[current / 32]) {
+    if (a.stamp == stamp && a.warp == writer / 32 && clock <= a.clock[writer % 32]) return true;
+  }
+  return false;
+}
+
 // kStart: of a copy that lands later. Bulk copies and products of warpgroups see memory through
 // another proxy than threads do.
 enum class Access { kRead, kWrite, kStart, kAtomic, kBulkStart, kBulkRead };
@@ -79,6 +96,7 @@ class Shadow {
     Cell& cell = cells_[i];
     if (cell.stamp != stamp) {
       if (!fresh_ && cell.stamp >= launch_stamp && cell.written) {
+        if (access == Access::kRead && is_known(cell.stamp, cell.writer, cell.write_clock)) return {};
         const bool both = access == Access::kAtomic && cell.atomic;
         if (!both) return "that another block of the grid writes";
       }
@@ -311,6 +329,7 @@ int find_module(dl_phdr_info* info, std::size_t, void* inside) {
 }  // namespace
 
 void begin_launch(const void* module, u32 bytes) {
+  arrivals.clear();
   dl_iterate_phdr(find_module, &module);
   shared_bytes = bytes;
   dynamic_shadow = std::make_unique<Shadow>(bytes, 4, true);
@@ -319,6 +338,7 @@ void begin_launch(const void* module, u32 bytes) {
 }
 
 void begin_block() {
+  for (auto& all : known) all.clear();
   ++stamp;
   std::memset(shared_memory, 0xff, sizeof shared_memory);
   std::memset(static_memory, 0xff, sizeof static_memory);
@@ -445,6 +465,17 @@ u32 exchange_global(u32* at, u32 x, bool adds) {
   const u32 old = *at;
   *at = adds ? old + x : x;
   return old;
+}
+
+void arrive_at(const u32* counter) {
+  Arrival mine{stamp, current / 32, {}};
+  for (int lane = 0; lane < 32; ++lane) mine.clock[lane] = now(current / 32 * 32 + lane);
+  arrivals[counter].push_back(mine);
+}
+void know_arrivals(const u32* counter) {
+  auto& all = known[current / 32];
+  for (const auto& a : arrivals[counter]) all.push_back(a);
+  arrivals.erase(counter);
 }
 
 void fence_for_bulk() {

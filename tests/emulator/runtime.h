@@ -61,13 +61,14 @@ void arrive_at_mbarrier(std::uint32_t address, std::uint32_t expected_bytes);
 void wait_for_mbarrier(std::uint32_t address, std::uint32_t parity);
 void fence_for_bulk();
 
-// The box of a tensor map at these coordinates (D, S, H, B), written to shared memory later.
+// The box of a tensor map at these coordinates, written to shared memory later.
 struct EmulatedMap {
-  std::uint64_t pointer, extents[4], strides[3];  // strides in bytes, of S, H and B
-  std::uint32_t kind, rows;
+  std::uint64_t pointer, extents[4], strides[3];  // strides in bytes, of all axes but the columns
+  std::uint32_t kind, box[2];  // of the second and third axis
+  std::uint32_t rows() const { return box[0] * box[1]; }
 };
 void load_box(std::uint32_t shared, const EmulatedMap* map, std::uint32_t barrier, int column,
-              int row, int head, int batch);
+              int y, int z, int batch);
 
 // Products of a warpgroup, done at the wait: D (64 x 8 TILES) += A B.
 struct WarpgroupProduct {
@@ -85,6 +86,9 @@ void set_registers(int count, bool more);
 
 // Global memory.
 std::uint32_t exchange_global(std::uint32_t* at, std::uint32_t x, bool adds);
+// A lane lets what its warp has written be known to whoever has waited for arrivals at a counter.
+void arrive_at(const std::uint32_t* counter);
+void know_arrivals(const std::uint32_t* counter);
 void read_global(const void* from, void* to, int bytes);
 void write_global(void* to, const void* from, int bytes);
 void add_global(float* to, float x);

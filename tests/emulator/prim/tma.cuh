@@ -5,8 +5,8 @@
 struct alignas(64) TensorMap { char opaque[128]; };
 
 CUFA2_DEVICE void tensor_map_prefetch(const TensorMap&) {}
-CUFA2_DEVICE void tma_load(u32 shared, const TensorMap& map, u32 barrier, int column, int row,
-                           int head, int batch) {
+CUFA2_DEVICE void tma_load(u32 shared, const TensorMap& map, u32 barrier, int column, int y,
+                           int z, int batch) {
   emulator::load_box(shared, reinterpret_cast<const emulator::EmulatedMap*>(&map), barrier, column,
-                     row, head, batch);
+                     y, z, batch);
 }
