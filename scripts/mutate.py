@@ -313,8 +313,8 @@ MUTANTS = (
     Mutant(
         "launch: a tile too few",
         f"{CUFA2}kernels.py",
-        "return p.batch * p.num_heads * -(-p.seqlen_q // tile.block_q)",
-        "return p.batch * p.num_heads * max(1, p.seqlen_q // tile.block_q)",
+        "return p.batch * p.num_heads * -(-p.seqlen_q // rows)",
+        "return p.batch * p.num_heads * max(1, p.seqlen_q // rows)",
     ),
     Mutant(
         "launch: outputs not copied back",
@@ -488,8 +488,8 @@ MUTANTS = (
     Mutant(
         "Hopper: the rows of the first warpgroup for all",
         f"{CUDA}fwd_sm90.cuh",
-        "const int begin = frame.q_begin + 64 * group,",
-        "const int begin = frame.q_begin,",
+        "const int begin = rows_mask.rows.position(64 * group);",
+        "const int begin = rows_mask.rows.position(0);",
     ),
     Mutant(
         "Hopper: O not rescaled",
@@ -506,8 +506,8 @@ MUTANTS = (
     Mutant(
         "Hopper: out of range is taken for in range",
         f"{CUDA}attn/softmax_sm90.cuh",
-        "const bool in_range = added[0] <= kLargest && added[1] <= kLargest;",
-        "const bool in_range = added[0] <= kLargest;",
+        "if (warp_any(added[0] > kLargest || added[1] > kLargest)) {",
+        "if (warp_any(added[0] > kLargest)) {",
     ),
     Mutant(
         "Hopper: scores not taken again",
@@ -518,14 +518,14 @@ MUTANTS = (
     Mutant(
         "Hopper: a NaN that has leaked stays",
         f"{CUDA}fwd_sm90.cuh",
-        "if (!any || !warp_any(has_nan(row, frame.len_q))) return;",
-        "return;",
+        "if (warp_any(has_nan(place, first_row))) {",
+        "if (false) {",
     ),
     Mutant(
         "Hopper: keys that a row does not see summed up again",
         f"{CUDA}attn/rows_again.cuh",
-        "const bool seen = mask.keep(i, j);",
-        "const bool seen = true;",
+        "const bool seen = mask.keep(row, j) && j >= first && j < beyond;",
+        "const bool seen = j >= first && j < beyond;",
     ),
     Mutant(
         "Hopper: the head of K is that of Q",
@@ -542,8 +542,56 @@ MUTANTS = (
     Mutant(
         "Hopper: strides of heads and batches of a tensor map",
         f"{CUFA2}device.py",
-        "for n, st in ((s, strides[1]), (h, strides[2]), (b, strides[0]))",
-        "for n, st in ((s, strides[1]), (h, strides[0]), (b, strides[2]))",
+        "steps = tuple(2 * strides[a] if shape[a] > 1 else 16 for a in axes)",
+        "steps = tuple(2 * strides[a] if shape[a] > 1 else 16 for a in (1, 0, 2))",
+    ),
+    Mutant(
+        "Hopper: other values move with a NaN",
+        f"{CUDA}attn/output_sm90.cuh",
+        "if constexpr (MEND) chunk = where_nan<T>(load_global_16(at), chunk);",
+        "",
+    ),
+    Mutant(
+        "Hopper: heads that share a tile in the wrong order",
+        f"{CUDA}attn/frame_sm90.cuh",
+        "return head + (row & ((1 << pack) - 1)); }",
+        "return head + ((1 << pack) - 1 - (row & ((1 << pack) - 1))); }",
+    ),
+    Mutant(
+        "Hopper: heads of two key heads share a tile",
+        f"{CUFA2}params.py",
+        "while p.group % (2 << pack) == 0 and",
+        "while p.num_heads % (2 << pack) == 0 and",
+    ),
+    Mutant(
+        "Hopper: a block of keys in two splits",
+        f"{CUDA}attn/frame_sm90.cuh",
+        "last = min(last, (split + 1) * params.split_blocks - 1);",
+        "last = min(last, (split + 1) * params.split_blocks);",
+    ),
+    Mutant(
+        "Hopper: parts merged before all are there",
+        f"{CUDA}attn/output_sm90.cuh",
+        "if (!last_to_arrive(arrived + first_row / 16, parts)) return;",
+        "if (!last_to_arrive(arrived + first_row / 16, parts - 1)) return;",
+    ),
+    Mutant(
+        "Hopper: warps arrive at the counter of another",
+        f"{CUDA}attn/output_sm90.cuh",
+        "last_to_arrive(arrived + first_row / 16, parts)",
+        "last_to_arrive(arrived, parts)",
+    ),
+    Mutant(
+        "Hopper: parts weighted by another base",
+        f"{CUDA}attn/output_sm90.cuh",
+        "exp2_approx((lses[s] - top) * kLog2E)",
+        "exp2_approx(lses[s] - top)",
+    ),
+    Mutant(
+        "Hopper: splits depend on the batch",
+        f"{CUFA2}params.py",
+        "-(-2 * sm_count // (heads >> pack))",
+        "-(-2 * sm_count // (p.batch * heads >> pack))",
     ),
     Mutant(
         "Hopper: a tensor map with a negative stride",
