@@ -93,8 +93,8 @@ def release() -> None:
 
 
 @contextlib.contextmanager
-def forced(kernel: str) -> Iterator[None]:
-    """Have every call use this row of the table of kernels, or refuse."""
+def forced(kernel: str | None) -> Iterator[None]:
+    """Have every call use this row of the table of kernels, or refuse; None: the best, as ever."""
     with mock.patch.object(plan, "choose", partial(plan.choose, kernel=kernel)):
         yield
 

@@ -63,57 +63,59 @@ def serving(
 ALL_BUILDS = bool(os.environ.get("CUFA2_TEST_ALL_BUILDS"))
 
 
-HALVES = ("float16", "bfloat16")
+HALVES, WIDE = ("float16", "bfloat16"), ("float32", "float64")
 # One architecture for each size of shared memory: they have all tiles of float32 and float64.
 SMEM_SIZES = ("sm_80", "sm_86", "sm_90a")
 LARGER = (64, 96, 128, 256)  # head dims at which tiles end
 
 
 def wanted(v: Variant, arch: str) -> bool:
-    """Whether to build this instance: every row, tile and head dim of each architecture, and all
-    policies on sm_90a.
+    """Whether to build this instance: every row, tile and head dim of three architectures, every
+    tile of the others, and all policies on sm_90a.
 
-    There bfloat16 has every instance of one head dim, of fwd_sm80 of two, and three policies of
-    the others, two of fwd_sm90. sm_80 and sm_86, cards with less shared memory, have three
-    policies in bfloat16 at the larger sizes, the others causal alone. float16 differs in two
-    instructions: one mask a head dim on two architectures.
+    There bfloat16 has every policy of one head dim and two of the others, causal alone if
+    deterministic. sm_80 and sm_86, cards with less shared memory, have two policies in bfloat16 at
+    two sizes, the others causal alone. float16 differs in two instructions: one mask a head dim.
     float32 and float64, which take longest, see `wanted_wide`. CUFA2_TEST_ALL_BUILDS builds all.
     """
-    plain, causal, larger = v.score == "plain", v.mask == "causal", v.head_dim in LARGER
-    if ALL_BUILDS or not v.kernel.policies:
-        return ALL_BUILDS or v.dtype != "float16" or arch == "sm_90a"
-    if v.dtype == "float16":
-        return causal and plain and not v.deterministic and arch in ("sm_86", "sm_90a")
+    plain, causal, sm_90a = v.score == "plain", v.mask == "causal", arch == "sm_90a"
+    if ALL_BUILDS:
+        return True
+    if arch not in SMEM_SIZES and v.head_dim not in LARGER:
+        return False
+    if not v.kernel.policies:
+        return sm_90a or v.dtype == "bfloat16" or (v.dtype in WIDE and v.head_dim == 64)
     if v.dtype not in HALVES:
         return wanted_wide(v, arch)
+    if v.dtype == "float16" or v.deterministic:
+        return causal and plain and sm_90a
     two = (v.mask, v.score) in (("causal", "plain"), ("local", "softcap"))
-    three = two or (v.mask, v.score) == ("full", "plain")
-    if arch == "sm_90a":
-        if v.head_dim == 64 or (v.kernel.name == "fwd_sm80" and v.head_dim == 128):
-            return True
-        return two if v.kernel.name == "fwd_sm90" else three
-    if arch in ("sm_80", "sm_86") and larger:
-        return three and (causal or not v.deterministic)
+    if sm_90a:
+        return v.head_dim == 64 or two
+    if arch in ("sm_80", "sm_86") and v.head_dim in (64, 256):
+        return two
     # A head dim has another tile with softcap if one of its tiles is for one score only.
     choosy = any(
         t.scores != tuple(SCORES) and t.max_head_dim >= v.head_dim for t in v.kernel.tiles
     )
-    return causal and not v.deterministic and (plain or (choosy and v.head_dim in (96, 128)))
+    return causal and (plain or (choosy and v.head_dim in (96, 128)))
 
 
 def wanted_wide(v: Variant, arch: str) -> bool:
-    """Of float32 and float64: every head dim on sm_90a, with all policies for one of float32; the
+    """Of float32 and float64: every tile on sm_90a, with all policies for one of float32; the
     tiles of cards with less shared memory; one head dim where another architecture has the same
     tiles; on sm_90a TF32, which leaves instructions of float32 out, and deterministic ones."""
     sm_90a, causal = arch == "sm_90a", (v.mask, v.score) == ("causal", "plain")
     if v.tf32 or v.deterministic:
-        return sm_90a and causal and v.head_dim in LARGER
+        return sm_90a and causal and v.head_dim in (LARGER if v.tf32 else (64,))
     if not sm_90a:
-        sizes = (64, 128, 192, 256) if arch in SMEM_SIZES else (64,)
-        return causal and v.head_dim in sizes
+        sizes = (64, 128, 256, 192 if v.dtype == "float64" else 64)
+        return causal and v.head_dim in (sizes if arch in SMEM_SIZES else (64,))
     if v.head_dim == 64 and v.dtype == "float32":
         return True
-    return causal or ((v.mask, v.score) == ("local", "softcap") and v.head_dim in (64, 256))
+    ends = v.head_dim in LARGER or (v.dtype == "float64" and v.head_dim == 192)
+    hardest = (v.mask, v.score) == ("local", "softcap") and v.head_dim in (64, 256)
+    return (causal and ends) or hardest
 
 
 # Pairs of Dv != D in which stretches, warps, sides and staging differ, by architecture and dtype.
@@ -129,10 +131,7 @@ PAIRS: dict[str, dict[str, tuple[tuple[int, int], ...]]] = {
         "float64": ((192, 128),),
     },
     "sm_90a": {
-        "bfloat16": (
-            *((192, 128), (64, 256), (256, 32), (96, 32)),
-            *((32, 192), (96, 256), (128, 64), (32, 128)),
-        ),
+        "bfloat16": (*((192, 128), (64, 256), (256, 32), (96, 32), (32, 192)),),
         "float32": ((192, 128), (64, 256), (256, 32)),
         "tf32": ((96, 256),),
         "float64": ((192, 128), (64, 256), (32, 192)),
@@ -208,13 +207,14 @@ def test_kernel(
 
 
 def test_the_builds_cover_the_table() -> None:
-    """Each architecture, row, tile in use and head dim; every tile, mask and score."""
+    """Each architecture, row and tile in use, of three each head dim; every mask and score."""
     for arch in ARCHS:
         mine = {v for a, v in BUILDS if a == arch}
         theirs = [
             v
             for v in plan.variants(info_for_arch(arch))
-            if arch == "sm_90a" or v.dtype in HALVES or v.head_dim == 64
+            if (v.dtype in HALVES and (arch in SMEM_SIZES or v.head_dim in LARGER))
+            or v.head_dim == 64
         ]
         assert {(v.kernel.name, v.head_dim, v.tile) for v in theirs} <= {
             (v.kernel.name, v.head_dim, v.tile) for v in mine if v.dtype != "float16"
