@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from . import arrays, device, launch, plan, reference
+from . import arrays, launch, reference
 from .arrays import ArrayView
 from .launch import KernelRecord, Loaded, Scratch
 from .placement import Place, hold, parse_device, place, spell, stream_key
@@ -288,7 +288,7 @@ class FlashAttention2:
         hold(apart, at.stream)
 
     def _kernels(self, problem: Problem, index: int) -> list[Loaded]:
-        loaded = [launch.load(v, index) for v in plan.choose(problem, device.info(index)).variants]
+        loaded = launch.load_all(problem, index)
         for kernel in loaded:
             self._records[kernel.record.name, index] = kernel.record
         return loaded

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,12 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from . import arrays, compiler, device, params
+from . import arrays, compiler, device, params, plan, selfcheck
 from .arrays import ArrayView
 from .device import DeviceInfo
 from .kernels import Variant
 from .placement import Place
 from .problem import ITEMSIZES, Problem
+from .selfcheck import MiscompiledError
 
 _log = logging.getLogger("cufa2")  # says what is being compiled, at level INFO
 
@@ -44,6 +46,7 @@ class Loaded:
 
 
 _loaded: dict[tuple[Variant, int], Loaded] = {}
+_miscompiled: dict[tuple[Variant, int], MiscompiledError] = {}
 _loading: dict[tuple[Variant, int], threading.Lock] = {}
 _loading_guard = threading.Lock()
 
@@ -55,9 +58,28 @@ def load(variant: Variant, index: int) -> Loaded:
         with _loading_guard:
             lock = _loading.setdefault(key, threading.Lock())
         with lock:
+            if key in _miscompiled:
+                raise _miscompiled[key]
             if key not in _loaded:
-                _loaded[key] = _load(variant, index)
+                try:
+                    _loaded[key] = _load(variant, index)
+                except MiscompiledError as e:
+                    _miscompiled[key] = e
+                    raise
     return _loaded[key]
+
+
+def load_all(problem: Problem, index: int) -> list[Loaded]:
+    """The kernels that serve a problem on GPU `index`. A row whose kernel turns out to be
+    miscompiled is passed over, with a warning."""
+    without: dict[str, Any] = {}
+    while True:
+        chosen = plan.choose(problem, device.info(index), **without).variants
+        try:
+            return [load(v, index) for v in chosen]
+        except MiscompiledError as e:
+            warnings.warn(f"{e}. Another kernel serves instead.", RuntimeWarning, stacklevel=2)
+            without = {"without": (*without.get("without", ()), e.row)}
 
 
 def _load(variant: Variant, index: int) -> Loaded:
@@ -68,7 +90,13 @@ def _load(variant: Variant, index: int) -> Loaded:
         function = cupy.RawModule(path=str(cubin.path)).get_function(variant.name)
         function.max_dynamic_shared_size_bytes = variant.smem_bytes
     total = variant.smem_bytes + cubin.shared_memory
-    return Loaded(function, variant, KernelRecord(variant.name, cubin.registers, total), info)
+    record = KernelRecord(variant.name, cubin.registers, total)
+    loaded = Loaded(function, variant, record, info)
+    if not selfcheck.trusted(cubin, variant):
+        with cupy.cuda.Device(index), cupy.cuda.Stream(non_blocking=True) as stream:
+            here = Place("cuda", index, stream)
+            selfcheck.check(cubin, variant, lambda p, x: forward(loaded, p, x, here, Scratch()))
+    return loaded
 
 
 class Scratch:

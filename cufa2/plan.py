@@ -34,10 +34,13 @@ class Plan:
 
 
 @functools.lru_cache(maxsize=4096)
-def choose(problem: Problem, info: DeviceInfo, kernel: str | None = None) -> Plan:
+def choose(
+    problem: Problem, info: DeviceInfo, kernel: str | None = None, without: tuple[str, ...] = ()
+) -> Plan:
     """Take, for each stage, the first row of KERNELS that can serve `problem` on `info`.
 
     kernel: name of the only row to consider for its stage (tests and benchmarks force one).
+    without: names of rows to pass over.
     Raises UnsupportedError listing every row and why it declined.
     """
     stages = STAGES[problem.direction]
@@ -53,6 +56,8 @@ def choose(problem: Problem, info: DeviceInfo, kernel: str | None = None) -> Pla
             if kernel is not None and stage == forced and row.name != kernel:
                 continue
             reason = refusal(row, problem, info)
+            if row.name in without:
+                reason = "is passed over"
             if reason is None:
                 chosen.append(_variant(row, problem, info))
                 break
