@@ -126,7 +126,8 @@ struct bf16 { u16 bits; };
 __device__ float widen(f16 x) {
   const u32 sign = (u32)(x.bits & 0x8000u) << 16, rest = x.bits & 0x7fffu;
   if (rest >= 0x7c00u) return __uint_as_float(sign | 0x7f800000u | (rest & 0x3ffu) << 13);
-  const float size = __uint_as_float(rest << 13) * 0x1p112f;
+  // The smallest through an integer: as float32 they would be denormal, which may count as 0.
+  const float size = rest < 0x400u ? rest * 0x1p-24f : __uint_as_float(rest << 13) * 0x1p112f;
   return __uint_as_float(sign | __float_as_uint(size));
 }
 __device__ float widen(bf16 x) { return __uint_as_float((u32)x.bits << 16); }
@@ -1130,6 +1131,11 @@ def _variants_of(
     head, head_v = (SimpleNamespace(shape=(1, 1, 1, n), dtype=dtype) for n in (d, dv))
     problem = make_problem(direction, Options.make(**options), head, head, head_v)
     yield from plan.choose(problem, device.info(0)).variants
+
+
+def forward_variant(dim: int, dtype: str, options: dict[str, Any]) -> Variant:
+    """What serves a forward call on this card."""
+    return next(_variants_of("forward", dim, dim, dtype, options))
 
 
 def compile_side_by_side() -> None:

@@ -375,12 +375,13 @@ def test_case_10_every_tensor_has_its_own_strides(
     for n in rng.permutation(len(combinations))[:60]:
         hows = combinations[n]
         views = [lay(x, how) for x, how in zip((q, k, v), hows, strict=False)]
-        out = lay(o, hows[3])
+        out = lay(oracle.copy(o), hows[3])
         fill_nan(out)
         before = arrays.copy_count()
         flash_attention(views[0], views[1], views[2], causal=True, out=out)
         assert arrays.copy_count() == before, f"{hows}: an aligned tensor was copied"
-        assert_same(out, unmapped if "reversed rows" in hows[:3] else o, f"{hows}")
+        backwards = [x.strides[1] < 0 and x.shape[1] > 1 for x in views]
+        assert_same(out, unmapped if any(backwards) else o, f"{hows}")
     every = [broadcast_batch(cp, x) for x in (q, k, v)]
     with portable():
         got = flash_attention(every[0], every[1], every[2])

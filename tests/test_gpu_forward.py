@@ -777,16 +777,24 @@ def test_skipped_blocks_are_not_read(cp: Any, dim: int, dtype: str) -> None:
         (opts(window=(100, 30)), slice(1024 - 64 - 100, 1024)),
     ):
         clean = run(q, k, v, **options)
+        # fwd_sm90 multiplies whole blocks and mends what NaN in them has reached: right, but
+        # rounded otherwise. Blocks that nobody sees move no bit.
+        block = oracle.forward_variant(dim, dtype, options).tile.block_k
+        whole = slice(seen.start // block * block, -(-seen.stop // block) * block)
         for value in (NAN, INF_BITS[dtype]):
-            hurt: Any = []
-            for x in (k, v):
-                y = oracle.copy(x)
-                bits(y)[...] = value
-                bits(y)[:, seen] = bits(x)[:, seen]
-                hurt.append(y)
-            o, lse = run(q, *hurt, **options)
-            assert_same(o, clean[0], f"o with {options}, {value:#x} elsewhere")
-            assert_same(lse, clean[1], f"lse with {options}, {value:#x} elsewhere")
+            for part in (whole, seen):
+                hurt: Any = []
+                for x in (k, v):
+                    y = oracle.copy(x)
+                    bits(y)[...] = value
+                    bits(y)[:, part] = bits(x)[:, part]
+                    hurt.append(y)
+                o, lse = run(q, *hurt, **options)
+                what = f"{options}, {value:#x} outside {part}"
+                assert_same(lse, clean[1], f"lse with {what}")
+                if part == whole:
+                    assert_same(o, clean[0], f"o with {what}")
+                check(o, lse, q, k, v, what, **options)
 
 
 # Sizes

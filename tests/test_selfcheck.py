@@ -82,22 +82,25 @@ def test_a_planted_cubin_is_refused(
     monkeypatch.setattr(launch, "_loaded", {})
     monkeypatch.setattr(launch, "_miscompiled", {})
     q, k, v = oracle.inputs(1, 300, 300, 2, 1, 64, 64, "bfloat16")
-    variant = next(v for v in HOPPER if v.name == "fwd_sm90_bf16_d64_causal")
-    made = compiler.build(variant, "sm_90a", driver=device.driver_cuda())
-    if made.nvrtc not in selfcheck.SUSPECTS:
-        monkeypatch.setattr(selfcheck, "SUSPECTS", (made.nvrtc,))
-    assert not selfcheck.trusted(made, variant)
-    run_checked(q, k, v, "the right one", causal=True)
-    assert selfcheck.trusted(made, variant)
+    planted, whole = (
+        next(v for v in HOPPER if v.name == f"fwd_sm90_bf16_d64{mask}") for mask in ("_causal", "")
+    )
+    made = {v: compiler.build(v, "sm_90a", driver=device.driver_cuda()) for v in (planted, whole)}
+    monkeypatch.setattr(selfcheck, "SUSPECTS", (made[whole].nvrtc,))
+    assert not selfcheck.trusted(made[whole], whole)
+    run_checked(q, k, v, "the right one")
+    assert selfcheck.trusted(made[whole], whole)
 
-    source = compiler.source_of(variant)
+    # Before it is loaded: CuPy keeps what it has loaded from a path.
+    source = compiler.source_of(planted)
     wrong = source.replace("inverse[r] = empty ? 0.0f : 1.0f / l;", "inverse[r] = 1.5f / l;")
     assert wrong != source
-    image, _ = compiler._compile(wrong, variant, "sm_90a")
-    made.path.write_bytes(image)
-    meta = made.path.with_suffix(".json")
-    fields = json.loads(meta.read_text()) | {"sha256": hashlib.sha256(image).hexdigest()}
-    meta.write_text(json.dumps(fields))
-    monkeypatch.setattr(launch, "_loaded", {})
+    image, _ = compiler._compile(wrong, planted, "sm_90a")
+    path = made[planted].path
+    path.write_bytes(image)
+    fields = json.loads(path.with_suffix(".json").read_text())
+    fields["sha256"] = hashlib.sha256(image).hexdigest()
+    path.with_suffix(".json").write_text(json.dumps(fields))
     with pytest.warns(RuntimeWarning, match=r"fwd_sm90_bf16_d64_causal, .*computes wrong values"):
         run_checked(q, k, v, "in its place the portable kernel", causal=True)
+    assert not selfcheck.trusted(made[planted], planted)
