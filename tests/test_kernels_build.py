@@ -120,21 +120,13 @@ def wanted_wide(v: Variant, arch: str) -> bool:
 
 # Pairs of Dv != D in which stretches, warps, sides and staging differ, by architecture and dtype.
 PAIRS: dict[str, dict[str, tuple[tuple[int, int], ...]]] = {
-    "sm_80": {
-        "bfloat16": ((192, 128), (64, 256)),
-        "float32": ((192, 128),),
-        "float64": ((64, 256),),
-    },
-    "sm_86": {
-        "bfloat16": ((192, 128), (64, 256)),
-        "float32": ((64, 256),),
-        "float64": ((192, 128),),
-    },
+    "sm_80": {"bfloat16": ((192, 128),)},
+    "sm_86": {"bfloat16": ((64, 256),)},
     "sm_90a": {
-        "bfloat16": (*((192, 128), (64, 256), (256, 32), (96, 32), (32, 192)),),
-        "float32": ((192, 128), (64, 256), (256, 32)),
+        "bfloat16": ((192, 128), (64, 256), (256, 32), (96, 32)),
+        "float32": ((192, 128), (64, 256)),
         "tf32": ((96, 256),),
-        "float64": ((192, 128), (64, 256), (32, 192)),
+        "float64": ((192, 128), (64, 256)),
     },
 }
 
