@@ -17,8 +17,9 @@ import numpy as np
 import primitives
 import pytest
 from emulator import backend, build
+from test_plan import problem
 
-from cufa2 import compiler, device
+from cufa2 import compiler, device, params
 from cufa2.kernels import C_TYPES
 from cufa2.testing import Backend, numpy_dtype
 
@@ -184,3 +185,18 @@ def test_every_primitive_is_here() -> None:
     for name in primitives.HOPPER:
         for function in primitives.functions_of(build.HERE / "prim" / name):
             assert function in text, f"{function} of {name}"
+
+
+def test_what_tiles_share_does_not_depend_on_the_batch() -> None:
+    for seqlen_k in (100, 5000, 131072):
+        one, *others = (
+            params.sharing(
+                problem(batch=b, seqlen_q=1, seqlen_k=seqlen_k, num_heads=8, num_heads_kv=2),
+                block_q=128,
+                block_k=128,
+                sm_count=132,
+            )
+            for b in (1, 3, 64)
+        )
+        assert others == [one, one], f"{seqlen_k} keys"
+        assert (one["split_blocks"] > 0) == (seqlen_k > 2048), f"{seqlen_k} keys: {one}"
