@@ -14,8 +14,6 @@ ncu=$(command -v ncu || ls /usr/local/cuda/bin/ncu 2>/dev/null) ||
 python=$(find_python)
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 "$python" scripts/profile_case.py --calls 1 "$@" # compiles, and checks the arguments
-exec "$ncu" --force-overwrite --export profile --import-source yes --set full \
-    --kernel-name 'regex:^(fwd|bwd)_' --launch-skip-before-match 0 \
-    --print-details body --print-summary per-kernel --page details \
-    --section SpeedOfLight --section WarpStateStats --section SchedulerStats --section LaunchStats \
-    "$python" scripts/profile_case.py --calls 1 "$@"
+"$ncu" --force-overwrite --export profile --import-source yes --set full \
+    --kernel-name 'regex:^(fwd|bwd)_' "$python" scripts/profile_case.py --calls 1 "$@"
+exec "$ncu" --import profile.ncu-rep --page details
