@@ -82,8 +82,9 @@ def flash_attention(
 
     On a GPU a tensor is copied, once, only if its last axis is not contiguous, its rows are not
     16-byte aligned or its head dim is not a whole number of 16-byte pieces. Memory: inputs,
-    outputs, such work copies and, where keys are split among multiprocessors because queries are
-    few, a float32 part of o and lse a split; nothing of size Sq x Sk. A sequence has at most 2^29 rows there.
+    outputs, such work copies and, where few queries make keys split among multiprocessors,
+    a float32 part of o and lse a split; nothing of size Sq x Sk. A sequence has at most 2^29
+    rows there.
 
     Source: Dao, "FlashAttention-2" (2023), arXiv 2307.08691.
     """
