@@ -204,6 +204,8 @@ CUFA2_DEVICE void apply_sign(u32 q_rows, float sign, int thread, int barrier) {
 // A warpgroup's walk over the key blocks of its tiles.
 template <class Tile, class Mask, class Score> struct Consumer {
   using C = typename Tile::Control;
+  // Whether the first S of a tile is issued beside the last product of the one before.
+  static constexpr bool kAhead = Tile::Q_STAGES > 1;
   const FwdSm90Params& params;
   const FwdParams& p;
   const Score score;
@@ -288,60 +290,72 @@ template <class Tile, class Mask, class Score> struct Consumer {
     }
   }
 
-  CUFA2_DEVICE void tile(const TileFrame& frame, int q_stage) {
+  // The key blocks that some row of this warpgroup sees; those of [full_first, full_beyond) need
+  // no mask.
+  struct Walk {
+    int first, last, full_first, full_beyond;
+    CUFA2_DEVICE bool any() const { return first <= last; }
+  };
+
+  // Among those that compute; asked for anew, as registers are short.
+  static CUFA2_DEVICE int group() { return warp_uniform(thread_index() / 128) - 1; }
+
+  CUFA2_DEVICE Walk walk_of(const TileFrame& frame) const {
     const Mask mask(p, Lengths(frame.len_q, frame.len_k, p.top_left));
-    // Among those that compute; asked for anew, as registers are short.
-    const int group = warp_uniform(thread_index() / 128) - 1;
-    const TileMask<Mask> rows_mask{mask, {frame.q_begin, frame.head, params.pack}};
-    const int begin = rows_mask.rows.position(64 * group);
-    const int end = min(rows_mask.rows.position(64 * group + 63) + 1, frame.len_q);
+    const TileRows rows{frame.q_begin, frame.head, params.pack};
+    const int begin = rows.position(64 * group());
+    const int end = min(rows.position(64 * group() + 63) + 1, frame.len_q);
     const KvRange range = mask.kv_range(begin, end);
-    int first = max(range.begin / Tile::BLOCK_K, frame.first);
-    int last = min((range.end - 1) / Tile::BLOCK_K, frame.last);
-    const bool any = begin < end && range.begin < range.end && first <= last;
-    if (!any) first = frame.first, last = frame.first - 1;
-    const int full_first = (range.full_begin + Tile::BLOCK_K - 1) / Tile::BLOCK_K;
-    const int full_beyond = range.full_end / Tile::BLOCK_K;
-    o.clear();
-    softmax.reset();
-    skip(frame.last - last);
-    if (any) {
-      const u32 q_rows = q_tiles + q_stage * Tile::Q::kBytes + group * Tile::Q::kGroupBytes;
-      if (p.q_sign != 1.0f) apply_sign<Tile>(q_rows, p.q_sign, thread_index() % 128, 1 + group);
-      begin_scores(q_rows);
-      wgmma_wait<0>();
-      pin(s.at[0]);
-      release(C::kKEmpty, place.stage);
-      apply_score<Tile>(s, score);
-      if (last >= full_beyond || last < full_first) {
-        apply_mask<Tile>(s, rows_mask, 0, last * Tile::BLOCK_K);
-      }
-      softmax.exact(s, weights, o, p.scale_log2, control + C::kNever, [] {});
-      int n = last - 1;
-#pragma unroll 1
-      for (; n >= max(first, full_beyond); --n) step<true>(q_rows, rows_mask, n);
-#pragma unroll 1
-      for (; n >= max(first, full_first); --n) step<false>(q_rows, rows_mask, n);
-      if constexpr (Mask::kLeft) {
-#pragma unroll 1
-        for (; n >= first; --n) step<true>(q_rows, rows_mask, n);
-      }
-      release(C::kQEmpty, q_stage);
-      begin_output(place);
-      wgmma_wait<0>();
-      pin(o.at[0]);
-      release(C::kVEmpty, place.stage);
-      place.next();
-    } else {
-      release(C::kQEmpty, q_stage);
+    Walk walk{max(range.begin / Tile::BLOCK_K, frame.first),
+              min((range.end - 1) / Tile::BLOCK_K, frame.last),
+              (range.full_begin + Tile::BLOCK_K - 1) / Tile::BLOCK_K,
+              range.full_end / Tile::BLOCK_K};
+    if (begin >= end || range.begin >= range.end || !walk.any()) {
+      walk.first = frame.first, walk.last = frame.first - 1;
     }
-    skip(first - frame.first);
-    store(frame, rows_mask);
+    return walk;
   }
 
-  CUFA2_DEVICE void store(const TileFrame& frame, const TileMask<Mask>& mask) {
-    using Place = OutputPlace<Tile>;
-    const Place place(params, frame);
+  CUFA2_DEVICE u32 q_rows(int q_stage) const {
+    return q_tiles + q_stage * Tile::Q::kBytes + group() * Tile::Q::kGroupBytes;
+  }
+
+  // Issues the first S of a tile, at `place`.
+  CUFA2_DEVICE void begin_tile(int q_stage) {
+    if (p.q_sign != 1.0f) {
+      apply_sign<Tile>(q_rows(q_stage), p.q_sign, thread_index() % 128, 1 + group());
+    }
+    begin_scores(q_rows(q_stage));
+  }
+
+  CUFA2_DEVICE void end_scores() {
+    wgmma_wait<0>();
+    pin(s.at[0]);
+  }
+
+  // From the first S of a tile to its last P.
+  CUFA2_DEVICE void tile(const Walk& walk, const TileMask<Mask>& mask, u32 q_rows) {
+    o.clear();
+    softmax.reset();
+    release(C::kKEmpty, place.stage);
+    apply_score<Tile>(s, score);
+    if (walk.last >= walk.full_beyond || walk.last < walk.full_first) {
+      apply_mask<Tile>(s, mask, 0, walk.last * Tile::BLOCK_K);
+    }
+    softmax.exact(s, weights, o, p.scale_log2, control + C::kNever, [] {});
+    int n = walk.last - 1;
+#pragma unroll 1
+    for (; n >= max(walk.first, walk.full_beyond); --n) step<true>(q_rows, mask, n);
+#pragma unroll 1
+    for (; n >= max(walk.first, walk.full_first); --n) step<false>(q_rows, mask, n);
+    if constexpr (Mask::kLeft) {
+#pragma unroll 1
+      for (; n >= walk.first; --n) step<true>(q_rows, mask, n);
+    }
+  }
+
+  CUFA2_DEVICE void store(const TileFrame& frame) {
+    const OutputPlace<Tile> place(params, frame);
     const int first_row = Tile::warp_row(thread_index());
     float inverse[2], lse[2];
     softmax.finish(inverse, lse);
@@ -364,26 +378,40 @@ template <class Tile, class Mask, class Score> struct Consumer {
         store_columns<Tile, false>(place, first_row, columns, inverse, 8 * n);
       }
     }
-    if constexpr (Mask::kPerRow) {
-      if (warp_any(has_nan(place, first_row))) {
-        const int begin = place.rows.position(first_row);
-        const int end = min(place.rows.position(first_row + 15) + 1, frame.len_q);
-        const KvRange range = mask.mask.kv_range(begin, end);
-        // Uniform for the compiler, too: beside a loop with other ends it keeps no descriptor of a
-        // product in registers of the warp, anywhere (48 R2UR in each step of the main loop).
-        const int key_begin = warp_uniform(max(range.begin, frame.first * Tile::BLOCK_K));
-        const int key_end = warp_uniform(min(range.end, (frame.last + 1) * Tile::BLOCK_K));
+  }
+
+  // Whether the mask is of rows and a row of the warp has NaN: some may have leaked.
+  CUFA2_DEVICE bool has_nan(const TileFrame& frame) const {
+    if constexpr (!Mask::kPerRow) return false;
+    return warp_any(has_nan(OutputPlace<Tile>(params, frame), Tile::warp_row(thread_index())));
+  }
+
+  // Writes what is NaN again, summed up without the keys that a row does not see.
+  CUFA2_DEVICE void mend(const TileFrame& frame, const TileMask<Mask>& mask) {
+    const OutputPlace<Tile> place(params, frame);
+    const int first_row = Tile::warp_row(thread_index());
+    float inverse[2], lse[2];
+    softmax.finish(inverse, lse);
+    const int begin = place.rows.position(first_row);
+    const int end = min(place.rows.position(first_row + 15) + 1, frame.len_q);
+    const KvRange range = mask.mask.kv_range(begin, end);
+    // Uniform for the compiler, too: beside a loop with other ends it keeps no descriptor of a
+    // product in registers of the warp, anywhere (48 R2UR in each step of the main loop).
+    const int key_begin = warp_uniform(max(range.begin, frame.first * Tile::BLOCK_K));
+    const int key_end = warp_uniform(min(range.end, (frame.last + 1) * Tile::BLOCK_K));
 #pragma unroll 1
-        for (int column = 0; column < p.head_dim_v; column += 32) {
-          Accumulator<1, 4> again;
-          sum_again<typename Tile::T>(p, frame, mask, score, softmax, first_row, key_begin,
-                                      key_end, column, again);
-          if (place.is_part) store_part<Tile, true>(place, first_row, again, inverse, column);
-          else store_columns<Tile, true>(place, first_row, again.at[0], inverse, column);
-        }
-      }
+    for (int column = 0; column < p.head_dim_v; column += 32) {
+      Accumulator<1, 4> again;
+      sum_again<typename Tile::T>(p, frame, mask, score, softmax, first_row, key_begin, key_end,
+                                  column, again);
+      if (place.is_part) store_part<Tile, true>(place, first_row, again, inverse, column);
+      else store_columns<Tile, true>(place, first_row, again.at[0], inverse, column);
     }
-    if (place.is_part) merge_parts<Tile>(place, first_row);
+  }
+
+  CUFA2_DEVICE void finish(const TileFrame& frame) {
+    const OutputPlace<Tile> place(params, frame);
+    if (place.is_part) merge_parts(place, group(), 1 + group());
   }
 
   // Whether this lane owns a NaN in a row of the sequence.
@@ -399,15 +427,82 @@ template <class Tile, class Mask, class Score> struct Consumer {
            (nan[1] && place.rows.position(row + Tile::Output::row(lane, 1)) < len_q);
   }
 
+  // Waits for a tile.
+  CUFA2_DEVICE TileFrame next_frame(const RingPlace<Tile::Q_STAGES>& q) const {
+    mbarrier_wait(barrier(C::kQFull, q.stage), q.parity);
+    const TileFrame frame = load_frame(control + C::kFrames + q.stage * sizeof(TileFrame));
+    warp_sync();  // lane 0 releases what all have read
+    return frame;
+  }
+
   CUFA2_DEVICE void run() {
     RingPlace<Tile::Q_STAGES> q{0, 0};
-    for (;;) {
-      mbarrier_wait(barrier(C::kQFull, q.stage), q.parity);
-      const TileFrame frame = load_frame(control + C::kFrames + q.stage * sizeof(TileFrame));
-      warp_sync();  // lane 0 releases what all have read
-      if (!frame.valid) return;
-      tile(frame, q.stage);
-      q.next();
+    TileFrame frame = next_frame(q);
+    Walk walk = walk_of(frame);
+    skip(frame.last - walk.last);
+    if (walk.any()) {
+      begin_tile(q.stage);
+      end_scores();
+    }
+    while (frame.valid) {
+      const Mask mask(p, Lengths(frame.len_q, frame.len_k, p.top_left));
+      const TileMask<Mask> rows_mask{mask, {frame.q_begin, frame.head, params.pack}};
+      TileFrame next;
+      Walk next_walk;
+      bool begun = false;
+      if (walk.any()) {
+        tile(walk, rows_mask, q_rows(q.stage));
+        release(C::kQEmpty, q.stage);
+        const auto at = place;
+        begin_output(at);
+        place.next();
+        q.next();
+        next = next_frame(q);
+        next_walk = walk_of(next);
+        // The first S of the next tile runs while this one is stored: unless blocks must pass
+        // between, which may need the product's stage.
+        begun = kAhead && !params.split_blocks && walk.first == frame.first && next_walk.any() &&
+                next_walk.last == next.last;
+        if (begun) {
+          begin_tile(q.stage);
+          wgmma_wait<1>();
+          pin(o.at[0]);
+          release(C::kVEmpty, at.stage);
+          store(frame);
+          if (Mask::kPerRow && warp_any(group_any(1 + group(), 128, has_nan(frame)))) {
+            end_scores();
+            if (has_nan(frame)) mend(frame, rows_mask);
+            s.clear();  // they are taken anew: registers are short
+            begin_scores(q_rows(q.stage));
+            end_scores();
+          }
+          end_scores();
+        } else {
+          wgmma_wait<0>();
+          pin(o.at[0]);
+          release(C::kVEmpty, at.stage);
+        }
+      } else {
+        o.clear();
+        softmax.reset();
+        release(C::kQEmpty, q.stage);
+        q.next();
+        next = next_frame(q);
+        next_walk = walk_of(next);
+      }
+      if (!begun) {
+        skip(walk.first - frame.first);
+        store(frame);
+        if (has_nan(frame)) mend(frame, rows_mask);
+        finish(frame);
+        skip(next.last - next_walk.last);
+        if (next_walk.any()) {
+          begin_tile(q.stage);
+          end_scores();
+        }
+      }
+      frame = next;
+      walk = next_walk;
     }
   }
 };

@@ -157,13 +157,13 @@ def forward(
         problem, variant.tile.block_q, variant.tile.block_k, kernel.info.sm_count
     )
     groups = problem.batch * problem.num_heads >> shared["pack"]
-    parts = warps = 0
+    parts = arriving = 0
     if shared["split_blocks"]:
         parts = problem.batch * problem.num_heads * problem.seqlen_q * shared["tiles"]
-        warps = groups * variant.tile.block_q // 16
+        arriving = groups * variant.tile.block_q // 64
     extra = [((n,), 4) for n in (parts * variant.head_dim_v, parts) if n]
     with _in_place(problem, views, ("q", "k", "v"), ("o",), extra, scratch) as (placed, made):
-        counter = scratch.counter(2 + warps)
+        counter = scratch.counter(2 + arriving)
         part_o, part_lse = map(arrays.address, made) if made else (0, 0)
         values = params.forward_values(problem, placed, kernel.info.l2_bytes)
         values |= shared | _maps(variant, problem, placed, 1 << shared["pack"])

@@ -572,20 +572,20 @@ MUTANTS = (
     Mutant(
         "Hopper: parts merged before all are there",
         f"{CUDA}attn/output_sm90.cuh",
-        "if (!last_to_arrive(arrived + first_row / 16, parts)) return;",
-        "if (!last_to_arrive(arrived + first_row / 16, parts - 1)) return;",
+        "last_to_arrive(arrived, place.params.tiles,",
+        "last_to_arrive(arrived, place.params.tiles - 1,",
     ),
     Mutant(
-        "Hopper: warps arrive at the counter of another",
+        "Hopper: warpgroups arrive at the counter of another",
         f"{CUDA}attn/output_sm90.cuh",
-        "last_to_arrive(arrived + first_row / 16, parts)",
-        "last_to_arrive(arrived, parts)",
+        "* Tile::kGroups + group;",
+        "* Tile::kGroups;",
     ),
     Mutant(
         "Hopper: parts weighted by another base",
         f"{CUDA}attn/output_sm90.cuh",
-        "exp2_approx((lses[s] - top) * kLog2E)",
-        "exp2_approx(lses[s] - top)",
+        "exp2_approx((lses[first + lane] - top) * kLog2E)",
+        "exp2_approx(lses[first + lane] - top)",
     ),
     Mutant(
         "Hopper: splits depend on the batch",

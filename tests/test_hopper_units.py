@@ -167,14 +167,14 @@ def test_claims(card: Backend) -> None:
 
 def test_arrivals(card: Backend) -> None:
     unused = whole((1, 8, 1, 64), "bfloat16", 0)
-    claims = oracle.card().zeros((40 * 32,), np.uint32)
+    claims = oracle.card().zeros((40 * 64,), np.uint32)
     counter = oracle.card().zeros((1,), np.uint32)
-    spare, sums = oracle.empty((4,), "float32"), oracle.empty((32,), "float32")
+    spare, sums = oracle.empty((4,), "float32"), oracle.empty((64,), "float32")
     for _ in range(2):
         oracle.fill_nan(sums)
         arrays = [sums, spare, spare, claims, counter]
         launch(card, "arrivals", [unused] * 3, [64] * 3, arrays, (40, 0, 0, 0, 0))
-        assert oracle.host(sums).tolist() == [820] * 32
+        assert oracle.host(sums).tolist() == [820] * 64
         assert oracle.host(counter).tolist() == [0]
 
 

@@ -88,40 +88,62 @@ CUFA2_DEVICE void store_part(const OutputPlace<Tile>& place, int first_row, cons
   }
 }
 
-// By each warp that has written its rows of a part: the last one merges them all.
-template <class Tile>
-CUFA2_DEVICE void merge_parts(const OutputPlace<Tile>& place, int first_row) {
-  using T = typename Tile::T;
+// Merges the parts of one row, by a warp. A lane holds two columns of every 64.
+template <class Tile> CUFA2_DEVICE void merge_row(const OutputPlace<Tile>& place, int row) {
+  constexpr int kSteps = (Tile::DV + 63) / 64;
   const FwdParams& p = place.p;
-  const int lane = thread_index() % 32, parts = place.params.tiles, warps = Tile::BLOCK_Q / 16;
-  const i64 sharing = static_cast<i64>(place.frame.batch) * p.num_heads + place.frame.head;
-  u32* const arrived = place.params.arrived + (sharing >> place.rows.pack) * warps;
-  if (!last_to_arrive(arrived + first_row / 16, parts)) return;
+  const int lane = thread_index() % 32, parts = place.params.tiles;
+  const float* const lses = place.params.part_lse + place.part(row);
+  const float* const os = place.params.part_o + place.part(row) * Tile::DV + 2 * lane;
+  float top = -inf();
 #pragma unroll 1
-  for (int row = first_row; row < first_row + 16; ++row) {
-    if (place.rows.position(row) >= p.seqlen_q) continue;
-    const float* const lses = place.params.part_lse + place.part(row);
-    const float* const os = place.params.part_o + place.part(row) * Tile::DV;
-    float top = -inf();
-    for (int s = 0; s < parts; ++s) top = fmaxf(top, lses[s]);
-    if (top == -inf()) top = 0.0f;
-    float sum = 0.0f;
+  for (int first = 0; first < parts; first += 32) {
+    if (first + lane < parts) top = fmaxf(top, lses[first + lane]);
+  }
+  top = warp_max(top);
+  if (top == -inf()) top = 0.0f;
+  float total = 0.0f, sum[kSteps][2] = {};
 #pragma unroll 1
-    for (int column = 2 * lane; column < Tile::DV; column += 64) {
-      float lo = 0.0f, hi = 0.0f;
-      sum = 0.0f;
-#pragma unroll 4
-      for (int s = 0; s < parts; ++s) {
-        const float weight = exp2_approx((lses[s] - top) * kLog2E);
-        lo = fmaf(weight, os[s * Tile::DV + column], lo);
-        hi = fmaf(weight, os[s * Tile::DV + column + 1], hi);
-        sum += weight;
-      }
-      const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
-      if (column < p.head_dim_v) {
-        *reinterpret_cast<u32*>(place.o(row) + column) = pack2<T>(lo * inverse, hi * inverse);
+  for (int first = 0; first < parts; first += 32) {
+    const int count = min(32, parts - first);
+    const float weight = lane < count ? exp2_approx((lses[first + lane] - top) * kLog2E) : 0.0f;
+    total += weight;
+#pragma unroll 16 / kSteps  // so many loads at once, or their latency would show
+    for (int s = 0; s < count; ++s) {
+      const float w = warp_broadcast(weight, s);
+#pragma unroll
+      for (int n = 0; n < kSteps; ++n) {
+        if (2 * lane + 64 * n >= Tile::DV) continue;
+        const float* const at = os + (first + s) * Tile::DV + 64 * n;
+        sum[n][0] = fmaf(w, at[0], sum[n][0]);
+        sum[n][1] = fmaf(w, at[1], sum[n][1]);
       }
     }
-    if (lane == 0 && p.lse) *place.lse(row) = sum == 0.0f ? -inf() : top + logf(sum);
+  }
+  total = warp_sum(total);
+  const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
+#pragma unroll
+  for (int n = 0; n < kSteps; ++n) {
+    const int column = 2 * lane + 64 * n;
+    if (column >= p.head_dim_v) continue;
+    *reinterpret_cast<u32*>(place.o(row) + column) =
+        pack2<typename Tile::T>(sum[n][0] * inverse, sum[n][1] * inverse);
+  }
+  if (lane == 0 && p.lse) *place.lse(row) = total == 0.0f ? -inf() : top + logf(total);
+}
+
+// By a warpgroup that has written its rows of a part, the `group`-th of the tile: the last one
+// merges them all.
+template <class Tile>
+CUFA2_DEVICE void merge_parts(const OutputPlace<Tile>& place, int group, int barrier) {
+  const int first = 64 * group, seqlen_q = place.p.seqlen_q;
+  if (place.rows.position(first) >= seqlen_q) return;
+  const i64 sharing = static_cast<i64>(place.frame.batch) * place.p.num_heads + place.frame.head;
+  u32* const arrived = place.params.arrived + (sharing >> place.rows.pack) * Tile::kGroups + group;
+  if (!last_to_arrive(arrived, place.params.tiles, barrier, 128)) return;
+  // Loops with ends that the compiler knows to be those of the whole warp: see Consumer::mend.
+#pragma unroll 1
+  for (int row = first + warp_uniform(thread_index() % 128 / 32); row < first + 64; row += 4) {
+    if (place.rows.position(row) < seqlen_q) merge_row(place, row);
   }
 }

@@ -10,7 +10,7 @@ struct FwdSm90Params {
   FwdParams call;
   u32* counter;                   // (2,), zero: see claim_work
   // With splits, which then are all the tiles of a head or of those that share one:
-  u32* arrived;                   // (B * H / 2^pack, warps), zero: see last_to_arrive
+  u32* arrived;                   // (B * H / 2^pack, BLOCK_Q / 64), zero
   float* part_o;                  // (B, H, Sq, splits, DV)
   float* part_lse;                // (B, H, Sq, splits)
   int pack, tiles;

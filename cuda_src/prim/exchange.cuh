@@ -6,6 +6,11 @@
 // with all that is computed from it, in registers of the warp.
 CUFA2_DEVICE int warp_uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
+// The value of one lane, the same for all.
+CUFA2_DEVICE float warp_broadcast(float x, int lane) {
+  return __shfl_sync(0xffffffffu, x, lane);
+}
+
 // Lanes of a quad exchange words: lane t hands in word t' for lane t' and gets word t of each.
 CUFA2_DEVICE void quad_transpose(u32 (&word)[4], int t) {
   const bool odd = t & 1, upper = t & 2;

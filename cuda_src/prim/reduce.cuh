@@ -21,6 +21,19 @@ template <class T> CUFA2_DEVICE T eighth_sum(T x) {
   return x + __shfl_xor_sync(kFullWarp, x, 4);
 }
 
+// Over the warp.
+template <class T> CUFA2_DEVICE T warp_sum(T x) {
+  x = eighth_sum(x);
+  x += __shfl_xor_sync(kFullWarp, x, 8);
+  return x + __shfl_xor_sync(kFullWarp, x, 16);
+}
+CUFA2_DEVICE float warp_max(float x) {
+  x = quad_max(x);
+#pragma unroll
+  for (int apart = 4; apart < 32; apart *= 2) x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, apart));
+  return x;
+}
+
 CUFA2_DEVICE bool warp_any(bool flag) { return __any_sync(kFullWarp, flag) != 0; }
 
 // 2^x to one ulp for x < 1024, zero below 2^-1022; NaN stays NaN. What rounding x to an integer

@@ -1,6 +1,6 @@
 // What the roles of a persistent, warp-specialised kernel need (sm_90).
 #pragma once
-#include "types.cuh"
+#include "barrier.cuh"
 
 // Registers of each thread of this warpgroup from here on, a multiple of 8; all its warps come
 // here. What one warpgroup gives away, others can take.
@@ -24,16 +24,19 @@ CUFA2_DEVICE void end_claims(u32* counter) {
   }
 }
 
-// Whether this warp is the last of `count` that come here for a counter, which is zero before and
-// after. It then sees what all of them have written to global memory.
-CUFA2_DEVICE bool last_to_arrive(u32* counter, u32 count) {
+// Whether these `threads`, whole warps with barrier `id` to themselves, are the last of `count`
+// such groups that come here for a counter, which is zero before and after. They then see what all
+// of them have written to global memory.
+CUFA2_DEVICE bool last_to_arrive(u32* counter, u32 count, int id, int threads) {
   __threadfence();
-  __syncwarp();
-  u32 before = 0;
-  if (threadIdx.x % 32 == 0) before = atomicAdd(counter, 1u);
-  before = __shfl_sync(0xffffffffu, before, 0);
-  if (before != count - 1) return false;
-  if (threadIdx.x % 32 == 0) atomicExch(counter, 0u);
+  group_sync(id, threads);
+  bool last = false;
+  if (threadIdx.x % threads == 0) {
+    last = atomicAdd(counter, 1u) == count - 1;
+    if (last) atomicExch(counter, 0u);
+  }
+  // By vote, so that the compiler knows as well that no warp parts here.
+  if (!__any_sync(0xffffffffu, group_any(id, threads, last))) return false;
   __threadfence();
   return true;
 }

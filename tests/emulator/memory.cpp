@@ -475,7 +475,6 @@ void arrive_at(const u32* counter) {
 void know_arrivals(const u32* counter) {
   auto& all = known[current / 32];
   for (const auto& a : arrivals[counter]) all.push_back(a);
-  arrivals.erase(counter);
 }
 
 void fence_for_bulk() {

@@ -14,17 +14,18 @@ CUFA2_DEVICE void end_claims(u32* counter) {
     emulator::exchange_global(counter + 1, 0, false);
   }
 }
-CUFA2_DEVICE bool last_to_arrive(u32* counter, u32 count) {
-  const bool first = thread_index() % 32 == 0;
+CUFA2_DEVICE bool last_to_arrive(u32* counter, u32 count, int id, int threads) {
+  const bool first_lane = thread_index() % 32 == 0;
   warp_sync();
-  u32 before = 0;
-  if (first) {
-    emulator::arrive_at(counter);
-    before = emulator::exchange_global(counter, 1, true);
-    if (before == count - 1) {
-      emulator::know_arrivals(counter);
-      emulator::exchange_global(counter, 0, false);
-    }
+  if (first_lane) emulator::arrive_at(counter);
+  group_sync(id, threads);
+  bool last = false;
+  if (thread_index() % threads == 0) {
+    last = emulator::exchange_global(counter, 1, true) == count - 1;
+    if (last) emulator::exchange_global(counter, 0, false);
   }
-  return __shfl_sync(~0u, before, 0) == count - 1;
+  last = group_any(id, threads, last);
+  if (last && first_lane) emulator::know_arrivals(counter);
+  warp_sync();
+  return last;
 }

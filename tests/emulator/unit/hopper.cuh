@@ -116,15 +116,16 @@ template <class T, int D, int N, int DV> CUFA2_DEVICE void products(const Hopper
   }
 }
 
-// The last of the blocks to arrive sees what the others wrote, and leaves zero.
+// The last of the blocks to arrive sees what the others wrote, and leaves zero. Its second and
+// third warp do; the barrier is theirs.
 CUFA2_DEVICE void arrivals(const HopperParams& p) {
-  const int lane = thread_index();
-  if (lane >= 32) return;
-  p.claims[32 * blockIdx.x + lane] = blockIdx.x + 1;
-  if (!last_to_arrive(p.counter, gridDim.x)) return;
+  const int thread = thread_index() - 64;
+  if (thread < 0 || thread >= 64) return;
+  p.claims[64 * blockIdx.x + thread] = blockIdx.x + 1;
+  if (!last_to_arrive(p.counter, gridDim.x, 1, 64)) return;
   u32 sum = 0;
-  for (u32 block = 0; block < gridDim.x; ++block) sum += p.claims[32 * block + (lane + 1) % 32];
-  p.s[lane] = static_cast<float>(sum);
+  for (u32 block = 0; block < gridDim.x; ++block) sum += p.claims[64 * block + (thread + 33) % 64];
+  p.s[thread] = static_cast<float>(sum);
 }
 
 // Each claim is somebody's, once; words that a quad exchanges come to their places.
