@@ -75,16 +75,45 @@ class Case:
         full = 2.0 * self.batch * self.num_heads * self.seqlen_q * self.seqlen_k * dims
         return full / 2 if self.causal else full
 
+    def forward_bytes(self, itemsize: int) -> int:
+        """Bytes of q, k, v and o: what a forward pass moves at least."""
+        queries = self.batch * self.seqlen_q * self.num_heads
+        keys = self.batch * self.seqlen_k * self.num_heads_kv
+        return (queries + keys) * (self.head_dim + self.head_dim_v) * itemsize
+
+
+MODES = (False, True)
+
 
 def _benchmark_cases() -> Iterator[Case]:
     source = "FlashAttention benchmarks: B * S = 16384 tokens, H * D = 2048"
-    for d, causal, s in itertools.product((64, 128, 256), (False, True), (1024, 4096, 16384)):
+    for d, causal, s in itertools.product((64, 128, 256), MODES, (1024, 4096, 16384)):
         name = f"d{d}_s{s // 1024}k{'_causal' if causal else ''}"
         h = 2048 // d
         yield Case(name, 16384 // s, s, s, h, h, d, d, causal=causal, source=source)
 
 
+def _shapes_of_use() -> Iterator[tuple[str, Case]]:
+    """(set, case): what models run, beside the shapes that benchmarks compare."""
+    source = "long prompts of a language model, 8 query heads a key head"
+    for s in (2048, 4096, 8192, 16384, 32768):
+        name = f"llm_s{s // 1024}k"
+        yield "llm", Case(name, 1, s, s, 64, 8, 128, 128, causal=True, source=source)
+    source = "head dims between those of the benchmarks"
+    for (d, dv), causal in itertools.product(((72, 72), (80, 80), (96, 96), (192, 128)), MODES):
+        name = f"dims_{d}_{dv}{'_causal' if causal else ''}"
+        yield "dims", Case(name, 4, 4096, 4096, 16, 16, d, dv, causal=causal, source=source)
+    source = "decoding: one query a head against a cache of keys"
+    for b, s, h, hk in ((64, 8192, 32, 8), (1, 131072, 32, 8), (16, 32768, 8, 1)):
+        yield "decode", Case(f"decode_b{b}_s{s // 1024}k", b, 1, s, h, hk, 128, 128, source=source)
+
+
 CASES = tuple(_benchmark_cases())
+# Benchmarks by the set that they belong to.
+SETS = {"targets": CASES} | {
+    name: tuple(case for of, case in _shapes_of_use() if of == name)
+    for name in ("llm", "dims", "decode")
+}
 
 
 class Inputs(NamedTuple):

@@ -5,7 +5,8 @@ beside PyTorch's memory-efficient kernel, float64 beside unfused PyTorch. --prec
 cufa2 does, not its peers. All contestants run in one process on the same inputs. Each case is
 checked first (rows of two heads against float64; cufa2 must keep the accuracy rule, a peer that
 breaks it is noted), then timed in rounds of random order, so that a power cap hits all alike.
-Inputs are random and rotate through more memory than the L2 cache holds. With --host it measures
+Inputs are random and rotate through more memory than the L2 cache holds. --set takes other shapes;
+those of decoding, a few microseconds long, are replayed from a CUDA graph. With --host it measures
 instead what surrounds a kernel: host time, first calls, cached loads, peak memory.
 """
 
@@ -28,7 +29,7 @@ from truth import check, plain_error, truths
 
 from cufa2 import device
 from cufa2.problem import DTYPES, PRECISIONS, Direction
-from cufa2.testing import CASES, Case, numpy_dtype, time_gpu
+from cufa2.testing import SETS, Case, numpy_dtype, time_gpu
 
 
 class Pace(NamedTuple):
@@ -53,14 +54,23 @@ class Bench:
     """Random numbers, filler and gauge, shared by all cases of one run.
 
     precision: "tf32" is checked as float16 is, whose significand has the same length.
+    graphs: calls are replayed from CUDA graphs.
     """
 
-    def __init__(self, direction: Direction, dtype: str, precision: str | None, seed: int) -> None:
+    def __init__(
+        self,
+        direction: Direction,
+        dtype: str,
+        precision: str | None,
+        seed: int,
+        graphs: bool = False,
+    ) -> None:
         self.cupy = device.cupy()
         self.direction = direction
         self.dtype = numpy_dtype(dtype)
         self.low = numpy_dtype("float16" if precision == "tf32" else dtype)
         self.pace = pace(dtype)
+        self.graphs = graphs
         self.random = np.random.default_rng(seed)
         self.pool = self.cupy.empty(0, f"u{self.dtype.itemsize}")
         self.filler = self.cupy.empty(1 << 30, np.uint8)
@@ -132,6 +142,8 @@ class Bench:
             "us": {},
             "spread": {},
         }
+        if self.direction == "forward":
+            row["bytes"] = case.forward_bytes(self.dtype.itemsize)
         racing: list[tuple[Contestant, list[Call]]] = []
         for who in contestants:
             ours = report.is_ours(who.name)
@@ -139,6 +151,8 @@ class Bench:
                 calls = who.prepare(sets, bool(case.causal), quick)
                 with who.context():
                     error, complaints = check(expected, who, calls[0](), strict=ours)
+                    if self.graphs:
+                        calls = [who.graph(calls)]
                 row["error"][who.name] = error
                 racing.append((who, calls))
                 for complaint in complaints[:1]:
@@ -155,7 +169,8 @@ class Bench:
                 who, calls = racing[n]
                 with who.context():
                     us = self.batch(calls, self.pace.warm + self.pace.calls)
-                times[who.name] += us[self.pace.warm :]
+                each = len(sets) if self.graphs else 1
+                times[who.name] += [x / each for x in us[self.pace.warm :]]
         for name, samples in times.items():
             low, median, high = np.percentile(samples, (10, 50, 90))
             row["us"][name] = float(median)
@@ -175,13 +190,14 @@ def options(args: argparse.Namespace) -> dict[str, Any]:
 
 def race(args: argparse.Namespace) -> report.Run:
     """Time every selected case; prints each as it comes."""
-    bench = Bench(args.direction, args.dtype, args.precision, args.seed)
+    graphs = args.set == "decode"
+    bench = Bench(args.direction, args.dtype, args.precision, args.seed, graphs)
     peers, notes = ([], []) if args.no_peers else torch_peers(args.direction, args.dtype)
     for note in notes:
         print(f"note: {note}", flush=True)
     contestants = [*cufa2_contestants(args.direction, options(args), args.kernel), *peers]
     rows = []
-    for case in (c for c in CASES if fnmatch.fnmatch(c.name, args.cases)):
+    for case in (c for c in SETS[args.set] if fnmatch.fnmatch(c.name, args.cases)):
         start = time.perf_counter()
         row = bench.run(case, contestants)
         rates = (f"{n} {report.tflops(row, n):.1f}" for n in row["us"])
@@ -206,6 +222,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
     parser.add_argument("--precision", choices=PRECISIONS, help="with float32; default: as exact")
     parser.add_argument("--kernel", action="append", default=[], help="forward: force it, too")
+    parser.add_argument("--set", default="targets", choices=SETS, help="of shapes")
     parser.add_argument("--cases", default="*", metavar="GLOB", help="names, such as 'd128_*'")
     parser.add_argument("--host", action="store_true", help="host time, first calls, memory")
     parser.add_argument("--no-peers", action="store_true", help="time cufa2 alone")
@@ -216,11 +233,14 @@ def main() -> int:
         parser.error(f"--precision {args.precision} is for --dtype float32, and not with --host")
     if args.kernel and args.direction != "forward":
         parser.error("--kernel is for the forward pass")
+    if args.set == "decode" and args.direction != "forward":
+        parser.error("--set decode is for the forward pass")
     if why := device.why_no_cuda():
         print(f"bench.sh: no GPU to measure on: {why}", file=sys.stderr)
         return 1
-    if not any(fnmatch.fnmatch(c.name, args.cases) for c in CASES):
-        parser.error(f"--cases {args.cases!r} matches none of {', '.join(c.name for c in CASES)}")
+    names = [c.name for c in SETS[args.set]]
+    if not fnmatch.filter(names, args.cases):
+        parser.error(f"--cases {args.cases!r} matches none of {', '.join(names)}")
     start = time.perf_counter()
     environment = report.environment(device.cupy())
     report.show_environment(environment)
@@ -229,6 +249,7 @@ def main() -> int:
         "environment": environment,
         "settings": {
             "dtype": args.dtype,
+            "set": args.set,
             **options(args),
             "seed": args.seed,
             **pace(args.dtype)._asdict(),

@@ -19,6 +19,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+from report import is_ours
 
 from cufa2 import flash_attention, flash_attention_backward, plan
 from cufa2.problem import Direction
@@ -44,12 +45,49 @@ class Contestant:
         its own memory per set is far beyond every cache.
     rows(result, b, h): one head (S, D) of one of these, as a NumPy array of its dtype.
     context: entered around a batch of calls, so that choosing a back end costs no call anything.
+    graph(calls): one call that replays a CUDA graph of all of them.
     """
 
     name: str
     prepare: Callable[[list[Inputs], bool, Timer], list[Call]]
     rows: Callable[[Any, int, int], np.ndarray]
     context: Context = field(default=contextlib.nullcontext)
+
+    def graph(self, calls: list[Call]) -> Call:
+        return cupy_graph(calls) if is_ours(self.name) else torch_graph(calls)
+
+
+def cupy_graph(calls: list[Call]) -> Call:
+    """Replays calls on CuPy's current stream."""
+    import cupy
+
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        for call in calls:
+            call()
+        stream.synchronize()
+        stream.begin_capture()
+        for call in calls:
+            call()
+        graph = stream.end_capture()
+    launch: Call = graph.launch
+    return launch
+
+
+def torch_graph(calls: list[Call]) -> Call:
+    """Replays calls on PyTorch's current stream; PyTorch keeps their results."""
+    import torch
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+        stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    replay: Call = graph.replay
+    return replay
 
 
 def to_host(array: Any) -> np.ndarray:

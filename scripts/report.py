@@ -77,6 +77,12 @@ def ratio(row: Row, peer: str) -> float | None:
     return None if ours is None or theirs is None else float(theirs / ours)
 
 
+def bandwidth(row: Row, who: str) -> float | None:
+    """TB/s of one contestant if it moves every byte of its arrays once; None if not known."""
+    us, size = row["us"].get(who), row.get("bytes")
+    return None if us is None or size is None else float(size) / us / 1e6
+
+
 def geomeans(rows: list[Row], contestants: list[str]) -> dict[str, dict[str, float]]:
     """Geometric means of the ratio to each other contestant, per head dim and of all; minimum."""
     result: dict[str, dict[str, float]] = {}
@@ -195,8 +201,8 @@ def stem(run: Run, folder: Path = RESULTS) -> Path:
     card = re.sub(r"[^a-z0-9]+", "-", env["card"].lower()).strip("-")
     date = re.sub(r"[^0-9]", "", env["date"][:16])
     commit = (env["commit"][:8] or "nogit") + ("-dirty" if env["dirty"] else "")
-    measured = (run["pass"], settings["dtype"], settings.get("precision"))
-    what = "-".join(x for x in measured if x not in (None, "bfloat16"))
+    measured = (run["pass"], settings["dtype"], settings.get("precision"), settings.get("set"))
+    what = "-".join(x for x in measured if x not in (None, "bfloat16", "targets"))
     return folder / f"{card}_{what}_{date}_{commit}"
 
 
@@ -211,7 +217,8 @@ def save(run: Run, path: Path) -> None:
 
 
 def table(run: Run) -> str:
-    """Cases against contestants: microseconds, TFLOP/s, share of the peak, ratios; then means.
+    """Cases against contestants: microseconds, TFLOP/s, share of the peak, ratios; then means;
+    for decoding, which memory bounds, TB/s.
 
     Last, where they were measured, the largest errors against float64, beside those of unfused
     code on the host.
@@ -219,15 +226,19 @@ def table(run: Run) -> str:
     contestants = run["contestants"]
     others = [c for c in contestants if c != OURS]
     peak = peak_tflops(run["environment"]["card"], run["settings"]["dtype"])
-    head = f"{'case':24s}{OURS + ' us':>10s}{'TFLOP/s':>9s}" + (f"{'peak':>6s}" if peak else "")
+    unit, digits, rate_of = "TFLOP/s", 1, tflops
+    if run["settings"].get("set") == "decode":
+        unit, digits, rate_of, peak = "TB/s", 2, bandwidth, None
+    head = f"{'case':24s}{OURS + ' us':>10s}{unit:>9s}" + (f"{'peak':>6s}" if peak else "")
     lines = [head + "".join(f"{c:>16s}{'x':>7s}" for c in others)]
     for row in run["rows"]:
-        rate = tflops(row, OURS)
-        line = f"{row['case']:24s}{row['us'][OURS]:10.1f}{rate:9.1f}"
-        line += f"{100 * (rate or 0) / peak:5.0f}%" if peak else ""
+        rate = rate_of(row, OURS) or 0.0
+        line = f"{row['case']:24s}{row['us'][OURS]:10.1f}{rate:9.{digits}f}"
+        line += f"{100 * rate / peak:5.0f}%" if peak else ""
         for other in others:
-            theirs, times = tflops(row, other), ratio(row, other)
-            line += f"{theirs:16.1f}{times:7.2f}" if theirs and times else f"{'-':>16s}{'-':>7s}"
+            theirs, times = rate_of(row, other), ratio(row, other)
+            line += f"{theirs:16.{digits}f}" if theirs else f"{'-':>16s}"
+            line += f"{times:7.2f}" if times else f"{'-':>7s}"
         lines.append(line)
     lines.append("geometric mean of the ratio (above 1: cufa2 is faster)")
     for other, means in geomeans(run["rows"], contestants).items():

@@ -304,6 +304,18 @@ def test_report_of_a_run(script: Any, tmp_path: Path) -> None:
     assert json.loads(path.read_text()) == run
 
 
+def test_report_of_decoding(script: Any, tmp_path: Path) -> None:
+    """Bytes a second: memory bounds it."""
+    report = script("report")
+    run = run_of({"one": {"cufa2": 200.0, "fa3": 100.0}})
+    run["settings"]["set"] = "decode"
+    run["rows"][0]["bytes"] = 4e8
+    lines = [line.split() for line in report.table(run).splitlines()]
+    assert lines[0] == ["case", "cufa2", "us", "TB/s", "fa3", "x"]
+    assert lines[1] == ["one", "200.0", "2.00", "4.00", "0.50"]
+    assert report.stem(run, tmp_path).name.startswith("nvidia-h200_forward-decode_2026")
+
+
 def test_report_of_a_backward_run(script: Any, tmp_path: Path) -> None:
     """cufa2-det stands beside the peers; other dtypes have no peak; errors have a table."""
     report = script("report")

@@ -1068,6 +1068,12 @@ def test_benchmark_cases() -> None:
         assert case.flops("forward") == (square / 2 if case.causal else square)
         assert case.flops("backward") == 2.5 * case.flops("forward")
         Options.make(**case.options)
+    every = [case for cases in testing.SETS.values() for case in cases]
+    assert testing.SETS["targets"] == CASES
+    assert len(every) == len({case.name for case in every})
+    decode = testing.SETS["decode"][1]
+    assert (decode.seqlen_q, decode.seqlen_k, decode.num_heads_kv) == (1, 131072, 8)
+    assert decode.forward_bytes(2) == 2 * 128 * 2 * (131072 * 8 + 32)
     tiny = testing.Case("tiny", 1, 2, 3, 4, 2, 8, 16)
     assert [x.shape for x in make_inputs(tiny)][2] == (1, 3, 2, 16)
 
