@@ -66,33 +66,36 @@ ALL_BUILDS = bool(os.environ.get("CUFA2_TEST_ALL_BUILDS"))
 HALVES, WIDE = ("float16", "bfloat16"), ("float32", "float64")
 # One architecture for each size of shared memory: they have all tiles of float32 and float64.
 SMEM_SIZES = ("sm_80", "sm_86", "sm_90a")
+EVERY_DIM = ("sm_80", "sm_90a")
 LARGER = (64, 96, 128, 256)  # head dims at which tiles end
+HARDEST = ("local", "softcap")  # for the registers
 
 
 def wanted(v: Variant, arch: str) -> bool:
-    """Whether to build this instance: every row, tile and head dim of three architectures, every
+    """Whether to build this instance: every row, tile and head dim of two architectures, every
     tile of the others, and all policies on sm_90a.
 
-    There bfloat16 has every policy of one head dim and two of the others, causal alone if
+    There bfloat16 has two policies of each head dim and the others in turn, causal alone if
     deterministic. sm_80 and sm_86, cards with less shared memory, have two policies in bfloat16 at
-    two sizes, the others causal alone. float16 differs in two instructions: one mask a head dim.
-    float32 and float64, which take longest, see `wanted_wide`. CUFA2_TEST_ALL_BUILDS builds all.
+    one size, the others causal alone. float16 differs in two instructions: one mask at the sizes
+    where tiles end. float32 and float64, which take longest, see `wanted_wide`.
+    CUFA2_TEST_ALL_BUILDS builds all.
     """
     plain, causal, sm_90a = v.score == "plain", v.mask == "causal", arch == "sm_90a"
     if ALL_BUILDS:
         return True
-    if arch not in SMEM_SIZES and v.head_dim not in LARGER:
+    if arch not in EVERY_DIM and v.head_dim not in LARGER:
         return False
     if not v.kernel.policies:
         return sm_90a or v.dtype == "bfloat16" or (v.dtype in WIDE and v.head_dim == 64)
     if v.dtype not in HALVES:
         return wanted_wide(v, arch)
     if v.dtype == "float16" or v.deterministic:
-        return causal and plain and sm_90a
-    two = (v.mask, v.score) in (("causal", "plain"), ("local", "softcap"))
+        return causal and plain and sm_90a and v.head_dim in LARGER
+    two = (v.mask, v.score) in (("causal", "plain"), HARDEST)
     if sm_90a:
-        return v.head_dim == 64 or two
-    if arch in ("sm_80", "sm_86") and v.head_dim in (64, 256):
+        return two or in_turn(v)
+    if arch in ("sm_80", "sm_86") and v.head_dim == 64:
         return two
     # A head dim has another tile with softcap if one of its tiles is for one score only.
     choosy = any(
@@ -101,8 +104,14 @@ def wanted(v: Variant, arch: str) -> bool:
     return causal and (plain or (choosy and v.head_dim in (96, 128)))
 
 
+def in_turn(v: Variant) -> bool:
+    """One head dim of a kernel for each of its policies."""
+    turn = list(itertools.product(MASKS, SCORES)).index((v.mask, v.score))
+    return v.head_dim == LARGER[turn % len(LARGER)]
+
+
 def wanted_wide(v: Variant, arch: str) -> bool:
-    """Of float32 and float64: every tile on sm_90a, with all policies for one of float32; the
+    """Of float32 and float64: every tile on sm_90a, with all policies of float32 in turn; the
     tiles of cards with less shared memory; one head dim where another architecture has the same
     tiles; on sm_90a TF32, which leaves instructions of float32 out, and deterministic ones."""
     sm_90a, causal = arch == "sm_90a", (v.mask, v.score) == ("causal", "plain")
@@ -111,10 +120,10 @@ def wanted_wide(v: Variant, arch: str) -> bool:
     if not sm_90a:
         sizes = (64, 128, 256, 192 if v.dtype == "float64" else 64)
         return causal and v.head_dim in (sizes if arch in SMEM_SIZES else (64,))
-    if v.head_dim == 64 and v.dtype == "float32":
+    if v.dtype == "float32" and in_turn(v):
         return True
     ends = v.head_dim in LARGER or (v.dtype == "float64" and v.head_dim == 192)
-    hardest = (v.mask, v.score) == ("local", "softcap") and v.head_dim in (64, 256)
+    hardest = (v.mask, v.score) == HARDEST and v.head_dim in (64, 256)
     return (causal and ends) or hardest
 
 
@@ -199,13 +208,13 @@ def test_kernel(
 
 
 def test_the_builds_cover_the_table() -> None:
-    """Each architecture, row and tile in use, of three each head dim; every mask and score."""
+    """Each architecture, row and tile in use, of two each head dim; every mask and score."""
     for arch in ARCHS:
         mine = {v for a, v in BUILDS if a == arch}
         theirs = [
             v
             for v in plan.variants(info_for_arch(arch))
-            if (v.dtype in HALVES and (arch in SMEM_SIZES or v.head_dim in LARGER))
+            if (v.dtype in HALVES and (arch in EVERY_DIM or v.head_dim in LARGER))
             or v.head_dim == 64
         ]
         assert {(v.kernel.name, v.head_dim, v.tile) for v in theirs} <= {
