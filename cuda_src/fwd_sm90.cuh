@@ -231,12 +231,11 @@ template <class Tile, class Mask, class Score> struct Consumer {
     return q_tiles + q_stage * Tile::Q::kBytes + group() * Tile::Q::kGroupBytes;
   }
 
-  // Issues the first S of a tile, at `place`.
-  CUFA2_DEVICE void begin_tile(int q_stage) {
+  // Once for each tile.
+  CUFA2_DEVICE void give_sign(int q_stage) const {
     if (p.q_sign != 1.0f) {
       apply_sign<Tile>(q_rows(q_stage), p.q_sign, thread_index() % 128, 1 + group());
     }
-    begin_scores(q_rows(q_stage));
   }
 
   CUFA2_DEVICE void end_scores() {
@@ -352,7 +351,8 @@ template <class Tile, class Mask, class Score> struct Consumer {
     Walk walk = walk_of(frame);
     skip(frame.last - walk.last);
     if (walk.any()) {
-      begin_tile(q.stage);
+      give_sign(q.stage);
+      begin_scores(q_rows(q.stage));
       end_scores();
     }
     while (frame.valid) {
@@ -360,7 +360,7 @@ template <class Tile, class Mask, class Score> struct Consumer {
       const TileMask<Mask> rows_mask{mask, {frame.q_begin, frame.head, params.pack}};
       TileFrame next;
       Walk next_walk;
-      bool begun = false;
+      bool begun = false, leaked = false;
       if (walk.any()) {
         tile(walk, rows_mask, q_rows(q.stage));
         release(C::kQEmpty, q.stage);
@@ -375,18 +375,13 @@ template <class Tile, class Mask, class Score> struct Consumer {
         begun = kAhead && !params.split_blocks && walk.first == frame.first && next_walk.any() &&
                 next_walk.last == next.last;
         if (begun) {
-          begin_tile(q.stage);
+          give_sign(q.stage);
+          begin_scores(q_rows(q.stage));
           wgmma_wait<1>();
           pin(o.at[0]);
           release(C::kVEmpty, at.stage);
           store(frame);
-          if (Mask::kPerRow && warp_any(group_any(1 + group(), 128, has_nan(frame)))) {
-            end_scores();
-            if (has_nan(frame)) mend(frame, rows_mask);
-            s.clear();  // they are taken anew: registers are short
-            begin_scores(q_rows(q.stage));
-            end_scores();
-          }
+          leaked = Mask::kPerRow && warp_any(group_any(1 + group(), 128, has_nan(frame)));
           end_scores();
         } else {
           wgmma_wait<0>();
@@ -401,14 +396,15 @@ template <class Tile, class Mask, class Score> struct Consumer {
         next = next_frame(q);
         next_walk = walk_of(next);
       }
-      if (!begun) {
+      if (!begun || leaked) {
         skip(walk.first - frame.first);
-        store(frame);
+        if (!begun) store(frame);
         if (has_nan(frame)) mend(frame, rows_mask);
         finish(frame);
         skip(next.last - next_walk.last);
         if (next_walk.any()) {
-          begin_tile(q.stage);
+          if (!begun) give_sign(q.stage);
+          begin_scores(q_rows(q.stage));  // anew after a mend, which needs its registers
           end_scores();
         }
       }
