@@ -9,6 +9,9 @@
 //   S(n) = Q K(n)^T and O += P(n+1) V(n+1) are issued together; once S(n) is there its softmax
 //   runs beside the second product, and P(n) is packed when that has ended.
 //
+// The first S of a tile is issued beside the last product of the tile before, which is stored
+// meanwhile.
+//
 // A warpgroup leaves out blocks that none of its rows sees. NaN never leaks from a masked key:
 // rows past a tensor come as zeros, rows past a sequence are zeroed on arrival, masked scores are
 // selected away, and should a NaN reach O through 0 * NaN all the same (a non-finite V row that

@@ -596,14 +596,20 @@ MUTANTS = (
     Mutant(
         "Hopper: a NaN that has leaked stays where the next tile is begun",
         f"{CUDA}fwd_sm90.cuh",
-        "            if (has_nan(frame)) mend(frame, rows_mask);\n            s.clear();",
-        "            s.clear();",
+        "leaked = Mask::kPerRow && warp_any(group_any(1 + group(), 128, has_nan(frame)));",
+        "",
+    ),
+    Mutant(
+        "Hopper: the sign given twice after a mend",
+        f"{CUDA}fwd_sm90.cuh",
+        "          if (!begun) give_sign(q.stage);",
+        "          give_sign(q.stage);",
     ),
     Mutant(
         "Hopper: the S that a mend has cost is not taken anew",
         f"{CUDA}fwd_sm90.cuh",
-        "            begin_scores(q_rows(q.stage));\n            end_scores();\n",
-        "",
+        "          begin_scores(q_rows(q.stage));  // anew",
+        "          if (!begun) begin_scores(q_rows(q.stage));  // anew",
     ),
     Mutant(
         "Hopper: the next tile is begun where blocks have to pass first",
@@ -620,8 +626,8 @@ MUTANTS = (
     Mutant(
         "Hopper: O stored before its last product has ended",
         f"{CUDA}fwd_sm90.cuh",
-        "          begin_tile(q.stage);\n          wgmma_wait<1>();",
-        "          begin_tile(q.stage);\n          wgmma_wait<2>();",
+        "          wgmma_wait<1>();\n          pin(o.at[0]);",
+        "          wgmma_wait<2>();\n          pin(o.at[0]);",
     ),
     Mutant(
         "Hopper: a part of a row left out of the merge",
