@@ -363,7 +363,7 @@ template <class Tile, class Mask, class Score> struct Consumer {
       const TileMask<Mask> rows_mask{mask, {frame.q_begin, frame.head, params.pack}};
       TileFrame next;
       Walk next_walk;
-      bool begun = false, leaked = false;
+      bool begun = false;
       if (walk.any()) {
         tile(walk, rows_mask, q_rows(q.stage));
         release(C::kQEmpty, q.stage);
@@ -384,7 +384,6 @@ template <class Tile, class Mask, class Score> struct Consumer {
           pin(o.at[0]);
           release(C::kVEmpty, at.stage);
           store(frame);
-          leaked = Mask::kPerRow && warp_any(group_any(1 + group(), 128, has_nan(frame)));
           end_scores();
         } else {
           wgmma_wait<0>();
@@ -399,15 +398,17 @@ template <class Tile, class Mask, class Score> struct Consumer {
         next = next_frame(q);
         next_walk = walk_of(next);
       }
-      if (!begun || leaked) {
+      if (!begun) {
         skip(walk.first - frame.first);
-        if (!begun) store(frame);
-        if (has_nan(frame)) mend(frame, rows_mask);
+        store(frame);
+      }
+      if (has_nan(frame)) mend(frame, rows_mask);
+      if (!begun) {
         finish(frame);
         skip(next.last - next_walk.last);
         if (next_walk.any()) {
-          if (!begun) give_sign(q.stage);
-          begin_scores(q_rows(q.stage));  // anew after a mend, which needs its registers
+          give_sign(q.stage);
+          begin_scores(q_rows(q.stage));
           end_scores();
         }
       }

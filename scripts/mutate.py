@@ -518,8 +518,8 @@ MUTANTS = (
     Mutant(
         "Hopper: a NaN that has leaked stays",
         f"{CUDA}fwd_sm90.cuh",
-        "if (has_nan(frame)) mend(frame, rows_mask);\n        finish",
-        "finish",
+        "if (has_nan(frame)) mend(frame, rows_mask);",
+        "",
     ),
     Mutant(
         "Hopper: keys that a row does not see summed up again",
@@ -596,20 +596,8 @@ MUTANTS = (
     Mutant(
         "Hopper: a NaN that has leaked stays where the next tile is begun",
         f"{CUDA}fwd_sm90.cuh",
-        "leaked = Mask::kPerRow && warp_any(group_any(1 + group(), 128, has_nan(frame)));",
-        "",
-    ),
-    Mutant(
-        "Hopper: the sign given twice after a mend",
-        f"{CUDA}fwd_sm90.cuh",
-        "          if (!begun) give_sign(q.stage);",
-        "          give_sign(q.stage);",
-    ),
-    Mutant(
-        "Hopper: the S that a mend has cost is not taken anew",
-        f"{CUDA}fwd_sm90.cuh",
-        "          begin_scores(q_rows(q.stage));  // anew",
-        "          if (!begun) begin_scores(q_rows(q.stage));  // anew",
+        "if (has_nan(frame)) mend(frame, rows_mask);",
+        "if (!begun && has_nan(frame)) mend(frame, rows_mask);",
     ),
     Mutant(
         "Hopper: the next tile is begun where blocks have to pass first",

@@ -100,6 +100,23 @@ def test_nan_and_inf_reach_the_rows_that_see_them(dtype: str) -> None:
     np.testing.assert_array_equal(o[~finite], expected[~finite])
 
 
+@pytest.mark.parametrize("scale", [None, -0.1])
+def test_nan_does_not_leak_among_tiles_of_a_block(scale: float | None) -> None:
+    """Blocks have several tiles: each is begun while the one before, which NaN reaches, ends."""
+    heads = device.info(0).sm_count + 1
+    q, k, v = oracle.inputs(1, 256, 256, heads, 1, 128, 128, "bfloat16")
+    options = {"causal": True, "softmax_scale": scale}
+    clean, lse = run_checked(q, k, v, f"{heads} heads, {scale}", **options)
+    spoilt = oracle.host(v).copy()
+    spoilt[0, 130, 0, 3] = np.nan
+    o, lse_again = run(q, k, oracle.to_device(spoilt), **options)
+    oracle.assert_same(lse_again, lse, "lse")
+    expected = oracle.host(clean).copy()
+    expected[0, 130:, :, 3] = np.nan
+    got, expected = (x.astype(np.float32) for x in (oracle.host(o), expected))
+    np.testing.assert_array_equal(got, expected)
+
+
 def test_the_order_of_threads_changes_no_bit() -> None:
     q, k, v = oracle.inputs(1, 200, 400, 4, 2, 64, 64, "bfloat16")
     o, lse = run(q, k, v, causal=True)
@@ -136,7 +153,7 @@ def test_keys_are_split(
 ) -> None:
     """Among tiles, and merged: all masks, lengths that leave parts empty, rows without keys."""
     with mock.patch.object(params, "SPLIT_KEYS", 128), many_multiprocessors():
-        for heads, seqlen in (((4, 1), 1), ((2, 2), 5)):
+        for heads, seqlen in (((4, 1), 1), ((2, 2), 5), ((2, 1), 37)):
             q, k, v = oracle.inputs(3, seqlen, 500, *heads, *dims, dtype)
             lens = {"seqlens_k": oracle.lengths(500, 3, 290)}
             for options in (oracle.MASK_OPTIONS[mask] for mask in masks):
