@@ -75,10 +75,10 @@ def wanted(v: Variant, arch: str) -> bool:
     """Whether to build this instance: every row, tile and head dim of two architectures, every
     tile of the others, and all policies on sm_90a.
 
-    There bfloat16 has two policies of each head dim and the others in turn, causal alone if
+    There bfloat16 has one or two policies of each head dim and the others in turn, causal alone if
     deterministic. sm_80 and sm_86, cards with less shared memory, have two policies in bfloat16 at
-    one size, the others causal alone. float16 differs in two instructions: one mask at the sizes
-    where tiles end. float32 and float64, which take longest, see `wanted_wide`.
+    one size, the others causal alone. float16 differs in two instructions: one mask at two
+    sizes. float32 and float64, which take longest, see `wanted_wide`.
     CUFA2_TEST_ALL_BUILDS builds all.
     """
     plain, causal, sm_90a = v.score == "plain", v.mask == "causal", arch == "sm_90a"
@@ -91,8 +91,8 @@ def wanted(v: Variant, arch: str) -> bool:
     if v.dtype not in HALVES:
         return wanted_wide(v, arch)
     if v.dtype == "float16" or v.deterministic:
-        return causal and plain and sm_90a and v.head_dim in LARGER
-    two = (v.mask, v.score) in (("causal", "plain"), HARDEST)
+        return causal and plain and sm_90a and v.head_dim in (64, 256)
+    two = (causal and plain) or ((v.mask, v.score) == HARDEST and v.head_dim > 32)
     if sm_90a:
         return two or in_turn(v)
     if arch in ("sm_80", "sm_86") and v.head_dim == 64:
