@@ -91,7 +91,8 @@ def wanted(v: Variant, arch: str) -> bool:
     if v.dtype not in HALVES:
         return wanted_wide(v, arch)
     if v.dtype == "float16" or v.deterministic:
-        return causal and plain and sm_90a and v.head_dim in (64, 256)
+        sizes = v.head_dim in (64, 256) or v.head_dim != v.head_dim_v
+        return causal and plain and sm_90a and sizes
     two = (causal and plain) or ((v.mask, v.score) == HARDEST and v.head_dim > 32)
     if sm_90a:
         return two or in_turn(v)
