@@ -166,6 +166,12 @@ def test_keys_are_split(
             oracle.assert_same(lse_alone, lse[1:2], "lse")
 
 
+def test_more_parts_than_lanes() -> None:
+    with mock.patch.object(params, "SPLIT_KEYS", 128), many_multiprocessors(20):
+        q, k, v = oracle.inputs(3, 1, 40 * 128, 4, 1, 64, 64, "bfloat16")
+        run_checked(q, k, v, "40 parts")
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_bad_values_in_split_keys(card: Backend, value: float) -> None:
     with mock.patch.object(params, "SPLIT_KEYS", 128), many_multiprocessors():
@@ -181,9 +187,9 @@ def test_bad_values_in_split_keys(card: Backend, value: float) -> None:
 
 
 @contextmanager
-def many_multiprocessors() -> Iterator[None]:
-    """A card of at least eight, so that keys are split for them."""
+def many_multiprocessors(least: int = 8) -> Iterator[None]:
+    """A card of at least so many, so that keys are split for them."""
     info = device.info(0)
-    more = replace(info, sm_count=max(info.sm_count, 8))
+    more = replace(info, sm_count=max(info.sm_count, least))
     with mock.patch.object(device, "info", return_value=more):
         yield
