@@ -9,9 +9,6 @@
 //   S(n) = Q K(n)^T and O += P(n+1) V(n+1) are issued together; once S(n) is there its softmax
 //   runs beside the second product, and P(n) is packed when that has ended.
 //
-// The first S of a tile is issued beside the last product of the tile before, which is stored
-// meanwhile.
-//
 // A warpgroup leaves out blocks that none of its rows sees. NaN never leaks from a masked key:
 // rows past a tensor come as zeros, rows past a sequence are zeroed on arrival, masked scores are
 // selected away, and should a NaN reach O through 0 * NaN all the same (a non-finite V row that
@@ -118,8 +115,6 @@ CUFA2_DEVICE void apply_sign(u32 q_rows, float sign, int thread, int barrier) {
 // A warpgroup's walk over the key blocks of its tiles.
 template <class Tile, class Mask, class Score> struct Consumer {
   using C = typename Tile::Control;
-  // Whether the first S of a tile is issued beside the last product of the one before.
-  static constexpr bool kAhead = Tile::Q_STAGES > 1;
   const FwdSm90Params& params;
   const FwdParams& p;
   const Score score;
@@ -204,67 +199,57 @@ template <class Tile, class Mask, class Score> struct Consumer {
     }
   }
 
-  // The key blocks that some row of this warpgroup sees; those of [full_first, full_beyond) need
-  // no mask.
-  struct Walk {
-    int first, last, full_first, full_beyond;
-    CUFA2_DEVICE bool any() const { return first <= last; }
-  };
-
-  // Among those that compute; asked for anew, as registers are short.
-  static CUFA2_DEVICE int group() { return warp_uniform(thread_index() / 128) - 1; }
-
-  CUFA2_DEVICE Walk walk_of(const TileFrame& frame) const {
+  CUFA2_DEVICE void tile(const TileFrame& frame, int q_stage) {
     const Mask mask(p, Lengths(frame.len_q, frame.len_k, p.top_left));
-    const TileRows rows{frame.q_begin, frame.head, params.pack};
-    const int begin = rows.position(64 * group());
-    const int end = min(rows.position(64 * group() + 63) + 1, frame.len_q);
+    // Among those that compute; asked for anew, as registers are short.
+    const int group = warp_uniform(thread_index() / 128) - 1;
+    const TileMask<Mask> rows_mask{mask, {frame.q_begin, frame.head, params.pack}};
+    const int begin = rows_mask.rows.position(64 * group);
+    const int end = min(rows_mask.rows.position(64 * group + 63) + 1, frame.len_q);
     const KvRange range = mask.kv_range(begin, end);
-    Walk walk{max(range.begin / Tile::BLOCK_K, frame.first),
-              min((range.end - 1) / Tile::BLOCK_K, frame.last),
-              (range.full_begin + Tile::BLOCK_K - 1) / Tile::BLOCK_K,
-              range.full_end / Tile::BLOCK_K};
-    if (begin >= end || range.begin >= range.end || !walk.any()) {
-      walk.first = frame.first, walk.last = frame.first - 1;
-    }
-    return walk;
-  }
-
-  CUFA2_DEVICE u32 q_rows(int q_stage) const {
-    return q_tiles + q_stage * Tile::Q::kBytes + group() * Tile::Q::kGroupBytes;
-  }
-
-  // Once for each tile.
-  CUFA2_DEVICE void give_sign(int q_stage) const {
-    if (p.q_sign != 1.0f) {
-      apply_sign<Tile>(q_rows(q_stage), p.q_sign, thread_index() % 128, 1 + group());
-    }
-  }
-
-  CUFA2_DEVICE void end_scores() {
-    wgmma_wait<0>();
-    pin(s.at[0]);
-  }
-
-  // From the first S of a tile to its last P.
-  CUFA2_DEVICE void tile(const Walk& walk, const TileMask<Mask>& mask, u32 q_rows) {
+    int first = max(range.begin / Tile::BLOCK_K, frame.first);
+    int last = min((range.end - 1) / Tile::BLOCK_K, frame.last);
+    const bool any = begin < end && range.begin < range.end && first <= last;
+    if (!any) first = frame.first, last = frame.first - 1;
+    const int full_first = (range.full_begin + Tile::BLOCK_K - 1) / Tile::BLOCK_K;
+    const int full_beyond = range.full_end / Tile::BLOCK_K;
     o.clear();
     softmax.reset();
-    release(C::kKEmpty, place.stage);
-    apply_score<Tile>(s, score);
-    if (walk.last >= walk.full_beyond || walk.last < walk.full_first) {
-      apply_mask<Tile>(s, mask, 0, walk.last * Tile::BLOCK_K);
+    skip(frame.last - last);
+    if (any) {
+      const u32 q_rows = q_tiles + q_stage * Tile::Q::kBytes + group * Tile::Q::kGroupBytes;
+      if (p.q_sign != 1.0f) apply_sign<Tile>(q_rows, p.q_sign, thread_index() % 128, 1 + group);
+      begin_scores(q_rows);
+      wgmma_wait<0>();
+      pin(s.at[0]);
+      release(C::kKEmpty, place.stage);
+      apply_score<Tile>(s, score);
+      if (last >= full_beyond || last < full_first) {
+        apply_mask<Tile>(s, rows_mask, 0, last * Tile::BLOCK_K);
+      }
+      softmax.exact(s, weights, o, p.scale_log2, control + C::kNever, [] {});
+      int n = last - 1;
+#pragma unroll 1
+      for (; n >= max(first, full_beyond); --n) step<true>(q_rows, rows_mask, n);
+#pragma unroll 1
+      for (; n >= max(first, full_first); --n) step<false>(q_rows, rows_mask, n);
+      if constexpr (Mask::kLeft) {
+#pragma unroll 1
+        for (; n >= first; --n) step<true>(q_rows, rows_mask, n);
+      }
+      release(C::kQEmpty, q_stage);
+      begin_output(place);
+      wgmma_wait<0>();
+      pin(o.at[0]);
+      release(C::kVEmpty, place.stage);
+      place.next();
+    } else {
+      release(C::kQEmpty, q_stage);
     }
-    softmax.exact(s, weights, o, p.scale_log2, control + C::kNever, [] {});
-    int n = walk.last - 1;
-#pragma unroll 1
-    for (; n >= max(walk.first, walk.full_beyond); --n) step<true>(q_rows, mask, n);
-#pragma unroll 1
-    for (; n >= max(walk.first, walk.full_first); --n) step<false>(q_rows, mask, n);
-    if constexpr (Mask::kLeft) {
-#pragma unroll 1
-      for (; n >= walk.first; --n) step<true>(q_rows, mask, n);
-    }
+    skip(first - frame.first);
+    store(frame);
+    if (has_nan(frame)) mend(frame, rows_mask);
+    finish(frame);
   }
 
   CUFA2_DEVICE void store(const TileFrame& frame) {
@@ -324,7 +309,8 @@ template <class Tile, class Mask, class Score> struct Consumer {
 
   CUFA2_DEVICE void finish(const TileFrame& frame) {
     const OutputPlace<Tile> place(params, frame);
-    if (place.is_part) merge_parts(place, group(), 1 + group());
+    const int group = warp_uniform(thread_index() / 128) - 1;
+    if (place.is_part) merge_parts(place, group, 1 + group);
   }
 
   // Whether this lane owns a NaN in a row of the sequence.
@@ -340,80 +326,15 @@ template <class Tile, class Mask, class Score> struct Consumer {
            (nan[1] && place.rows.position(row + Tile::Output::row(lane, 1)) < len_q);
   }
 
-  // Waits for a tile.
-  CUFA2_DEVICE TileFrame next_frame(const RingPlace<Tile::Q_STAGES>& q) const {
-    mbarrier_wait(barrier(C::kQFull, q.stage), q.parity);
-    const TileFrame frame = load_frame(control + C::kFrames + q.stage * sizeof(TileFrame));
-    warp_sync();  // lane 0 releases what all have read
-    return frame;
-  }
-
   CUFA2_DEVICE void run() {
     RingPlace<Tile::Q_STAGES> q{0, 0};
-    TileFrame frame = next_frame(q);
-    Walk walk = walk_of(frame);
-    skip(frame.last - walk.last);
-    if (walk.any()) {
-      give_sign(q.stage);
-      begin_scores(q_rows(q.stage));
-      end_scores();
-    }
-    while (frame.valid) {
-      const Mask mask(p, Lengths(frame.len_q, frame.len_k, p.top_left));
-      const TileMask<Mask> rows_mask{mask, {frame.q_begin, frame.head, params.pack}};
-      TileFrame next;
-      Walk next_walk;
-      bool begun = false;
-      if (walk.any()) {
-        tile(walk, rows_mask, q_rows(q.stage));
-        release(C::kQEmpty, q.stage);
-        const auto at = place;
-        begin_output(at);
-        place.next();
-        q.next();
-        next = next_frame(q);
-        next_walk = walk_of(next);
-        // The first S of the next tile runs while this one is stored: unless blocks must pass
-        // between, which may need the product's stage.
-        begun = kAhead && !params.split_blocks && walk.first == frame.first && next_walk.any() &&
-                next_walk.last == next.last;
-        if (begun) {
-          give_sign(q.stage);
-          begin_scores(q_rows(q.stage));
-          wgmma_wait<1>();
-          pin(o.at[0]);
-          release(C::kVEmpty, at.stage);
-          store(frame);
-          end_scores();
-        } else {
-          wgmma_wait<0>();
-          pin(o.at[0]);
-          release(C::kVEmpty, at.stage);
-        }
-      } else {
-        o.clear();
-        softmax.reset();
-        release(C::kQEmpty, q.stage);
-        q.next();
-        next = next_frame(q);
-        next_walk = walk_of(next);
-      }
-      if (!begun) {
-        skip(walk.first - frame.first);
-        store(frame);
-      }
-      if (has_nan(frame)) mend(frame, rows_mask);
-      if (!begun) {
-        finish(frame);
-        skip(next.last - next_walk.last);
-        if (next_walk.any()) {
-          give_sign(q.stage);
-          begin_scores(q_rows(q.stage));
-          end_scores();
-        }
-      }
-      frame = next;
-      walk = next_walk;
+    for (;;) {
+      mbarrier_wait(barrier(C::kQFull, q.stage), q.parity);
+      const TileFrame frame = load_frame(control + C::kFrames + q.stage * sizeof(TileFrame));
+      warp_sync();  // lane 0 releases what all have read
+      if (!frame.valid) return;
+      tile(frame, q.stage);
+      q.next();
     }
   }
 };

@@ -13,6 +13,7 @@ _PLAIN = ("plain",)
 FWD_SM90: tuple[Tile, ...] = (
     FwdSm90Tile(64, 192, 128, 16, 1, scores=_PLAIN, stages=3, q_stages=2, late=16),
     FwdSm90Tile(96, 128, 128, 12, 1, q_stages=2, late=16),
+    FwdSm90Tile(128, 192, 80, 16, 1, scores=_PLAIN, stages=3, q_stages=2, late=24),
     FwdSm90Tile(128, 128, 128, 12, 1, q_stages=2, late=32),
     FwdSm90Tile(192, 128, 128, 12, 1, max_head_dim_v=128, late=24),
     FwdSm90Tile(192, 128, 112, 12, 1, scores=_PLAIN),

@@ -368,7 +368,7 @@ MUTANTS = (
     Mutant(
         "Hopper: Q not waited for",
         f"{CUDA}fwd_sm90.cuh",
-        "    mbarrier_wait(barrier(C::kQFull, q.stage), q.parity);\n",
+        "      mbarrier_wait(barrier(C::kQFull, q.stage), q.parity);\n",
         "",
     ),
     Mutant(
@@ -464,8 +464,8 @@ MUTANTS = (
     Mutant(
         "Hopper: the left edge of a window is not masked",
         f"{CUDA}fwd_sm90.cuh",
-        "for (; n >= max(walk.first, walk.full_first); --n) step<false>",
-        "for (; n >= walk.first; --n) step<false>",
+        "for (; n >= max(first, full_first); --n) step<false>",
+        "for (; n >= first; --n) step<false>",
     ),
     Mutant(
         "Hopper: claims are not reset",
@@ -476,20 +476,20 @@ MUTANTS = (
     Mutant(
         "Hopper: the first block is not masked",
         f"{CUDA}fwd_sm90.cuh",
-        "if (walk.last >= walk.full_beyond || walk.last < walk.full_first) {",
-        "if (walk.last < walk.full_first) {",
+        "if (last >= full_beyond || last < full_first) {",
+        "if (last < full_first) {",
     ),
     Mutant(
         "Hopper: a block that nobody sees is not let pass",
         f"{CUDA}fwd_sm90.cuh",
-        "skip(next.last - next_walk.last);",
-        "skip(next.last - next_walk.last - 1);",
+        "skip(frame.last - last);",
+        "skip(frame.last - last - 1);",
     ),
     Mutant(
         "Hopper: the rows of the first warpgroup for all",
         f"{CUDA}fwd_sm90.cuh",
-        "const int begin = rows.position(64 * group());",
-        "const int begin = rows.position(0);",
+        "const int begin = rows_mask.rows.position(64 * group);",
+        "const int begin = rows_mask.rows.position(0);",
     ),
     Mutant(
         "Hopper: O not rescaled",
@@ -594,28 +594,16 @@ MUTANTS = (
         "-(-2 * sm_count // (p.batch * heads >> pack))",
     ),
     Mutant(
-        "Hopper: a NaN that has leaked stays where the next tile is begun",
+        "Hopper: O stored before its last product has ended",
         f"{CUDA}fwd_sm90.cuh",
-        "if (has_nan(frame)) mend(frame, rows_mask);",
-        "if (!begun && has_nan(frame)) mend(frame, rows_mask);",
-    ),
-    Mutant(
-        "Hopper: the next tile is begun where blocks have to pass first",
-        f"{CUDA}fwd_sm90.cuh",
-        " && next_walk.any() &&\n                next_walk.last == next.last;",
-        " && next_walk.any();",
+        "      begin_output(place);\n      wgmma_wait<0>();",
+        "      begin_output(place);\n      wgmma_wait<1>();",
     ),
     Mutant(
         "Hopper: blocks that have to pass after a tile do not",
         f"{CUDA}fwd_sm90.cuh",
-        "walk.first == frame.first && next_walk.any()",
-        "next_walk.any()",
-    ),
-    Mutant(
-        "Hopper: O stored before its last product has ended",
-        f"{CUDA}fwd_sm90.cuh",
-        "          wgmma_wait<1>();\n          pin(o.at[0]);",
-        "          wgmma_wait<2>();\n          pin(o.at[0]);",
+        "    skip(first - frame.first);\n",
+        "",
     ),
     Mutant(
         "Hopper: a part of a row left out of the merge",
