@@ -144,6 +144,7 @@ FORMATS: dict[str, tuple[Format, ...]] = {
     "exponential": (FP32,),
     "reciprocal": (FP32,),
     "lanes": (FP32,),
+    "lanes_of_a_warp": (FP32,),
     "lanes_of_doubles": (FP64,),
     "power_of_2": (FP64,),
     "arithmetic": (FP32, FP32, FP32),

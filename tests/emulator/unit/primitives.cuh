@@ -154,6 +154,10 @@ UNIT(lanes, 1, 4, float, 0) {
   write(out, quad_max(x)), write(out + 1, quad_sum(x)), write(out + 2, eighth_sum(x));
   out[3] = quad_sum(static_cast<int>(*in & 0xffff));
 }
+UNIT(lanes_of_a_warp, 1, 3, float, 0) {
+  const float x = float_at(in);
+  write(out, warp_max(x)), write(out + 1, warp_sum(x)), write(out + 2, warp_broadcast(x, 21));
+}
 UNIT(lanes_of_doubles, 2, 4, double, 0) {
   write(out, quad_sum(double_at(in))), write(out + 2, eighth_sum(double_at(in)));
 }
