@@ -6,8 +6,8 @@ cufa2 does, not its peers. All contestants run in one process on the same inputs
 checked first (rows of two heads against float64; cufa2 must keep the accuracy rule, a peer that
 breaks it is noted), then timed in rounds of random order, so that a power cap hits all alike.
 Inputs are random and rotate through more memory than the L2 cache holds. --set takes other shapes;
-those of decoding, a few microseconds long, are replayed from a CUDA graph. With --host it measures
-instead what surrounds a kernel: host time, first calls, cached loads, peak memory.
+those of decoding are replayed from a CUDA graph. With --host it measures instead what surrounds a
+kernel: host time, first calls, cached loads, peak memory.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Pace(NamedTuple):
 
 
 FAST, SLOW = Pace(6, 4, 2), Pace(4, 3, 1)  # SLOW for float32 and float64: many times the work
+DRAWN = 1 << 28  # random numbers at most: several times an L2
 BEHIND = 60 << 20  # bytes that other inputs touch before a set comes round again: past an L2
 AHEAD = 12  # memsets of the filler queued first: about 3 ms in which the host runs ahead
 
@@ -81,7 +82,7 @@ class Bench:
         together past the L2 cache.
 
         Every case reads from one pool of random numbers, because drawing them anew (10 ns each)
-        would take longer than all measurements.
+        would take longer than all measurements. Beyond DRAWN the numbers come again.
         """
         b, sq, sk, hk = case.batch, case.seqlen_q, case.seqlen_k, case.num_heads_kv
         shapes = [
@@ -95,8 +96,9 @@ class Bench:
         count = 1 + math.ceil(BEHIND / (size * self.dtype.itemsize))
         if self.pool.size < count * size:
             wide = np.float64 if self.dtype == np.float64 else np.float32
-            drawn = self.random.standard_normal(count * size, wide).astype(self.dtype, copy=False)
-            self.pool = self.cupy.asarray(drawn.view(self.pool.dtype))
+            drawn = self.random.standard_normal(min(count * size, DRAWN), wide)
+            bits = drawn.astype(self.dtype, copy=False).view(self.pool.dtype)
+            self.pool = self.cupy.resize(self.cupy.asarray(bits), count * size)
         sets, at = [], 0
         for _ in range(count):
             arrays = []
