@@ -54,8 +54,8 @@ CUFA2_DEVICE void multiply_qk(typename Tile::Scores& s, u32 q_rows, u32 k_tile) 
   const u64 q = operand_of_columns(q_rows), k = operand_of_columns(k_tile);
 #pragma unroll
   for (int kk = 0; kk < Tile::D / 16; ++kk) {
-    wgmma_columns<typename Tile::T>(s.at[0], q + Tile::Q::step_of_columns(kk),
-                                    k + Tile::K::step_of_columns(kk), kk != 0);
+    wgmma_shared<typename Tile::T, false, false>(s.at[0], q + Tile::Q::step_of_columns(kk),
+                                                 k + Tile::K::step_of_columns(kk), kk != 0);
   }
 }
 
@@ -270,11 +270,7 @@ template <class Tile, class Mask, class Score> struct Consumer {
     if (place.is_part) {
       store_part<Tile, false>(place, first_row, o, inverse, 0);
     } else {
-#pragma unroll
-      for (int n = 0; n < Tile::DV / 8; n += 4) {
-        const auto& columns = reinterpret_cast<const float(&)[4][4]>(o.at[0][n]);
-        store_columns<Tile, false>(place, first_row, columns, inverse, 8 * n);
-      }
+      store_rows(output_rows(place, first_row, inverse), o, p.head_dim_v);
     }
   }
 
@@ -302,8 +298,12 @@ template <class Tile, class Mask, class Score> struct Consumer {
       Accumulator<1, 4> again;
       sum_again<typename Tile::T>(p, frame, mask, score, softmax, first_row, key_begin, key_end,
                                   column, again);
-      if (place.is_part) store_part<Tile, true>(place, first_row, again, inverse, column);
-      else store_columns<Tile, true>(place, first_row, again.at[0], inverse, column);
+      if (place.is_part) {
+        store_part<Tile, true>(place, first_row, again, inverse, column);
+      } else {
+        store_columns<true>(output_rows(place, first_row, inverse), again.at[0], column,
+                            p.head_dim_v);
+      }
     }
   }
 

@@ -151,6 +151,32 @@ def test_products(card: Backend, dtype: str, dim: int, n: int, dim_v: int) -> No
         np.testing.assert_array_equal(oracle.host(o), -left @ right.T @ last)
 
 
+@pytest.mark.parametrize(("dtype", "dim", "n"), [("bfloat16", 64, 128), ("float16", 128, 64)])
+def test_transposed_products(card: Backend, dtype: str, dim: int, n: int) -> None:
+    a, b = (whole((2, 120, 2, dim), dtype, seed) for seed in (1, 2))
+    direct, by_rows = (oracle.empty((n, dim), "float32") for _ in range(2))
+    fragment = oracle.card().zeros((256,), np.uint32)
+    factors = oracle.to_device(np.arange(n, dtype=np.uint32))
+    oracle.fill_nan(direct, by_rows)
+    launch(
+        card,
+        f"transposed<{C_TYPES[dtype]}, {dim}, {n}>",
+        [a, b, b],
+        [128, n, n],
+        [direct, by_rows, fragment, factors, factors],
+        (1, 0, 0, 1, 1),
+    )
+    left, right = (np.zeros((size, dim)) for size in (128, n))
+    left[:120] = oracle.host(a)[1, :, 1]
+    right[: min(n, 120)] = oracle.host(b)[1, :n, 1]
+    expected = right @ left.T @ left
+    factor = np.arange(n)[:, None]
+    np.testing.assert_array_equal(oracle.host(direct), expected + factor)
+    np.testing.assert_array_equal(oracle.host(by_rows), expected + factor)
+    piece = oracle.host(fragment).view(np.float32).reshape(16, 16)
+    np.testing.assert_array_equal(piece, expected[16:32, 32:48])
+
+
 def test_claims(card: Backend) -> None:
     """Every piece of work is somebody's; what is left behind are zeros."""
     unused = whole((1, 8, 1, 64), "bfloat16", 0)

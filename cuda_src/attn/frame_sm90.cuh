@@ -23,6 +23,7 @@ struct TileRows {
 
 // A mask asked by row of the tile.
 template <class Mask> struct TileMask {
+  static constexpr bool kLeft = Mask::kLeft;
   const Mask& mask;
   TileRows rows;
   CUFA2_DEVICE RowRange row_range(int row) const { return mask.row_range(rows.position(row)); }

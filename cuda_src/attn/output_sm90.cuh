@@ -5,6 +5,7 @@
 #pragma once
 #include "../prim/warpgroup.cuh"
 #include "../tile/frag.cuh"
+#include "../tile/rows.cuh"
 #include "frame_sm90.cuh"
 #include "rows_again.cuh"
 
@@ -36,37 +37,24 @@ template <class Tile> struct OutputPlace {
   }
 };
 
-// Writes 16 rows and 32 columns of O, normalised. The lanes of a quad exchange elements so that
-// each writes 16 bytes. Rows without a visible key and rows past the sequence are exact zeros.
-// MEND: only where NaN was written before, by the same threads.
-template <class Tile, bool MEND>
-CUFA2_DEVICE void store_columns(const OutputPlace<Tile>& place, int first_row,
-                                const float (&o)[4][4], const float (&inverse)[2], int column) {
-  using Rows = Accumulator<1, 4>;
-  using T = typename Tile::T;
-  const FwdParams& p = place.p;
-  const int lane = thread_index() % 32, t = lane % 4;
+// Rows without a visible key (`inverse` 0) and rows past the sequence are exact zeros.
+template <class Tile>
+CUFA2_DEVICE OutputRows<typename Tile::T> output_rows(const OutputPlace<Tile>& place,
+                                                      int first_row, const float (&inverse)[2]) {
+  OutputRows<typename Tile::T> rows;
+  const int lane = thread_index() % 32;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int row = first_row + Rows::row(lane, r), i = place.rows.position(row);
-    const bool zero = inverse[r] == 0.0f || i >= place.frame.len_q;
-    u32 word[4];  // columns 2 t.. of tile n; wanted: all columns of tile t
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      const u32 rounded = pack2<T>(o[n][2 * r] * inverse[r], o[n][2 * r + 1] * inverse[r]);
-      word[n] = zero ? 0u : rounded;
-    }
-    quad_transpose(word, t);
-    if (i < p.seqlen_q && column + 8 * t < p.head_dim_v) {
-      T* const at = place.o(row) + column + 8 * t;
-      Chunk chunk{{word[0], word[1], word[2], word[3]}};
-      if constexpr (MEND) chunk = where_nan<T>(load_global_16(at), chunk);
-      store_global_16(at, chunk);
-    }
+    const int row = first_row + Tile::Output::row(lane, r), i = place.rows.position(row);
+    rows.at[r] = place.o(row);
+    rows.factor[r] = inverse[r];
+    rows.zero[r] = inverse[r] == 0.0f || i >= place.frame.len_q;
+    rows.inside[r] = i < place.p.seqlen_q;
   }
+  return rows;
 }
 
-// Writes 16 rows of a part of O, from `column` on. MEND as above.
+// Writes 16 rows of a part of O, from `column` on. MEND as store_columns has it.
 template <class Tile, bool MEND, class Output>
 CUFA2_DEVICE void store_part(const OutputPlace<Tile>& place, int first_row, const Output& o,
                              const float (&inverse)[2], int column) {

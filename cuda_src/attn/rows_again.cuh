@@ -25,17 +25,6 @@ CUFA2_DEVICE u32 operand_pair(const T* row, int kk, int half, int t, int head_di
   return two_elements(row + column, valid && column < head_dim);
 }
 
-// `chunk` with what stands in `other` where it has NaN.
-template <class T> CUFA2_DEVICE Chunk where_nan(Chunk chunk, const Chunk& other) {
-#pragma unroll
-  for (int w = 0; w < 4; ++w) {
-    const Float2 f = unpack2<T>(chunk.word[w]);
-    const u32 nan = (f.lo != f.lo ? 0xffffu : 0u) | (f.hi != f.hi ? 0xffff0000u : 0u);
-    chunk.word[w] = (chunk.word[w] & ~nan) | (other.word[w] & nan);
-  }
-  return chunk;
-}
-
 // Columns [first_column, first_column + 8 * N_TILES) of the 16 rows of a tile from `first_row` on,
 // not yet normalised, over keys [first, beyond).
 template <class T, class Frame, class TileMask, class Score, class Softmax, class Output>

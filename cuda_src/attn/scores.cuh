@@ -34,7 +34,8 @@ CUFA2_DEVICE void apply_mask(typename Tile::Scores& s, const Mask& mask, int q_b
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const int column = Tile::Scores::column(0, n, c);
-        if (column < begin || column >= end) s.at[r >> 1][n][2 * (r & 1) + c] = -inf();
+        const bool seen = (!Mask::kLeft || column >= begin) && column < end;
+        if (!seen) s.at[r >> 1][n][2 * (r & 1) + c] = -inf();
       }
   }
 }

@@ -35,6 +35,17 @@ CUFA2_DEVICE void ldmatrix_x4_trans(u32 (&r)[4], u32 shared) {
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared) : "memory");
 }
 
+// The other way: lane l hands in such elements and gives the address of row l % 8 of matrix l / 8
+// (sm_90).
+CUFA2_DEVICE void stmatrix_x4(u32 shared, const u32 (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+               :: "r"(shared), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+}
+CUFA2_DEVICE void stmatrix_x4_trans(u32 shared, const u32 (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+               :: "r"(shared), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+}
+
 struct alignas(16) Chunk { u32 word[4]; };
 
 CUFA2_DEVICE Chunk load_shared_16(u32 shared) {

@@ -20,3 +20,10 @@ CUFA2_DEVICE void tma_load(u32 shared, const TensorMap& map, u32 barrier, int co
                :: "r"(shared), "l"(&map), "r"(barrier), "r"(column), "r"(y), "r"(z),
                   "r"(batch) : "memory");
 }
+
+// The same of `bytes` that lie together, a multiple of 16, as both places are.
+CUFA2_DEVICE void bulk_load(u32 shared, const void* global, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+               "[%0], [%1], %2, [%3];"
+               :: "r"(shared), "l"(global), "r"(bytes), "r"(barrier) : "memory");
+}

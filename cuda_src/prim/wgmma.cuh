@@ -86,27 +86,30 @@ template <class Value, int TILES> CUFA2_DEVICE void pin(Value (&d)[TILES][4]) {
   if constexpr (is_same<T, fp16_t>) PRODUCT("f16", __VA_ARGS__); \
   else PRODUCT("bf16", __VA_ARGS__)
 
-// D += A B, or D = A B if !accumulate. A and B in shared memory, summed over their columns.
-#define CUFA2_PRODUCT(TYPE, N, COUNT, A, B, ADD) \
+// D += A B, or D = A B if !accumulate. A and B in shared memory, summed over their columns or, if
+// BY_ROWS, over their rows.
+#define CUFA2_PRODUCT(TYPE, N, COUNT, A, B, ADD, A_ROWS, B_ROWS) \
   asm volatile("{\n\t.reg .pred %%add;\n\tsetp.ne.b32 %%add, " ADD ", 0;\n\t" \
                "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" \
-               CUFA2_NAMES_##COUNT "}, " A ", " B ", %%add, 1, 1, 0, 0;\n\t}" \
-               : CUFA2_VALUES_##COUNT : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)))
-template <class T, int TILES>
-CUFA2_DEVICE void wgmma_columns(float (&d)[TILES][4], u64 a, u64 b, bool accumulate) {
+               CUFA2_NAMES_##COUNT "}, " A ", " B ", %%add, 1, 1, " A_ROWS ", " B_ROWS ";\n\t}" \
+               : CUFA2_VALUES_##COUNT \
+               : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(A_BY_ROWS), \
+                 "n"(B_BY_ROWS))
+template <class T, bool A_BY_ROWS, bool B_BY_ROWS, int TILES>
+CUFA2_DEVICE void wgmma_shared(float (&d)[TILES][4], u64 a, u64 b, bool accumulate) {
   constexpr int COUNT = 4 * TILES;
   static_assert(COUNT == 32 || COUNT == 40 || COUNT == 48 || COUNT == 56 || COUNT == 64,
                 "N is 64, 80, 96, 112 or 128");
   if constexpr (COUNT == 32) {
-    CUFA2_OF_TYPE(CUFA2_PRODUCT, 64, 32, "%32", "%33", "%34");
+    CUFA2_OF_TYPE(CUFA2_PRODUCT, 64, 32, "%32", "%33", "%34", "%35", "%36");
   } else if constexpr (COUNT == 48) {
-    CUFA2_OF_TYPE(CUFA2_PRODUCT, 96, 48, "%48", "%49", "%50");
+    CUFA2_OF_TYPE(CUFA2_PRODUCT, 96, 48, "%48", "%49", "%50", "%51", "%52");
   } else if constexpr (COUNT == 40) {
-    CUFA2_OF_TYPE(CUFA2_PRODUCT, 80, 40, "%40", "%41", "%42");
+    CUFA2_OF_TYPE(CUFA2_PRODUCT, 80, 40, "%40", "%41", "%42", "%43", "%44");
   } else if constexpr (COUNT == 56) {
-    CUFA2_OF_TYPE(CUFA2_PRODUCT, 112, 56, "%56", "%57", "%58");
+    CUFA2_OF_TYPE(CUFA2_PRODUCT, 112, 56, "%56", "%57", "%58", "%59", "%60");
   } else {
-    CUFA2_OF_TYPE(CUFA2_PRODUCT, 128, 64, "%64", "%65", "%66");
+    CUFA2_OF_TYPE(CUFA2_PRODUCT, 128, 64, "%64", "%65", "%66", "%67", "%68");
   }
 }
 #undef CUFA2_PRODUCT

@@ -41,6 +41,11 @@ template <int ROWS_, int COLS_> struct BlockedTile {
   static CUFA2_DEVICE void load_a(u32 (&a)[4], u32 shared, int row, int kk, int lane) {
     ldmatrix_x4(a, shared + 128 * row + offset(lane % 16, 2 * kk + lane / 16));
   }
+  // The two B operands of columns [16 column, 16 column + 16), summed over rows [row, row + 16).
+  static CUFA2_DEVICE void load_b_of_rows(u32 (&b)[4], u32 shared, int row, int column,
+                                          int lane) {
+    ldmatrix_x4_trans(b, shared + 128 * row + offset(lane % 16, 2 * column + lane / 16));
+  }
   // The B operands of rows [row, row + 8) for steps kk and kk + 1: (b0, b1) and (b2, b3).
   static CUFA2_DEVICE void load_b(u32 (&b)[4], u32 shared, int row, int kk, int lane) {
     ldmatrix_x4(b, shared + 128 * row + offset(lane % 8, 2 * kk + lane / 8));

@@ -143,6 +143,12 @@ std::vector<u16> from_registers(const WarpgroupProduct* of) {
   return read;
 }
 
+// A of a warp's rows.
+std::vector<u16> left(const WarpgroupProduct* of, int warp) {
+  if (of[0].a_registers) return from_registers(of);
+  return operand(of[0].a, of[0].a_by_rows, warp % 4 * 16, 16);
+}
+
 constexpr u32 kPoison = 0xffffbadd;  // a NaN: what registers of D hold until the product is done
 
 Product begin(const WarpgroupProduct* of) {
@@ -151,8 +157,8 @@ Product begin(const WarpgroupProduct* of) {
   Product made;
   std::copy_n(of, 32, made.of);
   const auto& p = of[0];
-  made.a = p.in_registers ? from_registers(of) : operand(p.a, false, warp % 4 * 16, 16);
-  made.b = operand(p.b, p.in_registers, 0, 8 * p.tiles);
+  made.a = left(of, warp);
+  made.b = operand(p.b, p.b_by_rows, 0, 8 * p.tiles);
   current = running;
   for (int lane = 0; lane < 32; ++lane)
     for (int n = 0; n < p.tiles; ++n)
@@ -169,10 +175,8 @@ void finish(const Product& product, const std::vector<Product>& after) {
   const auto& p = product.of[0];
   const int running = current;
   current = current / 32 * 32;
-  const bool kept =
-      product.a == (p.in_registers ? from_registers(product.of)
-                                   : operand(p.a, false, current / 32 % 4 * 16, 16)) &&
-      product.b == operand(p.b, p.in_registers, 0, 8 * p.tiles);
+  const bool kept = product.a == left(product.of, current / 32) &&
+                    product.b == operand(p.b, p.b_by_rows, 0, 8 * p.tiles);
   current = running;
   if (!kept) fail("an operand changed while a product of the warpgroup was under way");
   (void)after;
@@ -264,6 +268,18 @@ void load_box(u32 shared, const EmulatedMap* map, u32 barrier, int column, int y
   unsigned char* target = begin_bulk_write(shared, map->rows() * 128);
   bulk_copies.push_back({shared, barrier, target, read_box(*map, {column, y, z, batch}),
                          current, now(current)});
+  ++seen(current, current);
+}
+
+void load_bulk(u32 shared, const void* global, u32 bytes, u32 barrier) {
+  if (bytes % 16 || shared % 16 || reinterpret_cast<std::uintptr_t>(global) % 16) {
+    fail("a bulk copy of %u bytes from %p to %u: all are multiples of 16", bytes, global, shared);
+  }
+  mbarrier_at(barrier);
+  unsigned char* target = begin_bulk_write(shared, bytes);
+  std::vector<unsigned char> read(bytes);
+  bulk_read_global(global, read.data(), bytes);
+  bulk_copies.push_back({shared, barrier, target, std::move(read), current, now(current)});
   ++seen(current, current);
 }
 

@@ -447,6 +447,27 @@ void load_matrices_transposed(u32 (&r)[4], u32 address) {
   });
 }
 
+void store_matrices(u32 address, const u32 (&r)[4], bool transposed) {
+  struct Stored {
+    u32 address;
+    u32 at[4];
+    bool transposed;
+  };
+  Stored in{address, {r[0], r[1], r[2], r[3]}, transposed};
+  MatrixRow row;
+  collective<Stored, MatrixRow>("stmatrix", in, row, [](const Stored* from, MatrixRow* rows) {
+    for (int lane = 0; lane < 32; ++lane)
+      for (int m = 0; m < 4; ++m)
+        for (int half = 0; half < 2; ++half) {
+          const u16 x = from[lane].at[m] >> 16 * half & 0xffffu;
+          const int along = lane / 4, across = 2 * (lane % 4) + half;
+          if (from[0].transposed) rows[8 * m + across].at[along] = x;
+          else rows[8 * m + along].at[across] = x;
+        }
+  });
+  write_shared(address, row.at, 16);
+}
+
 void read_global(const void* from, void* to, int bytes) {
   require_aligned(from, bytes, "reads");
   check_global(reinterpret_cast<std::uintptr_t>(from), bytes, Access::kRead);

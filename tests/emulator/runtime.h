@@ -54,6 +54,8 @@ void write_shared(std::uint32_t address, const void* from, int bytes);
 // ldmatrix: row l % 8 of matrix l / 8 is what lane l reads; it gets two elements of each matrix.
 void load_matrices(std::uint32_t (&r)[4], std::uint32_t address);
 void load_matrices_transposed(std::uint32_t (&r)[4], std::uint32_t address);
+// stmatrix: the other way.
+void store_matrices(std::uint32_t address, const std::uint32_t (&r)[4], bool transposed);
 
 // mbarriers, in shared memory: see prim/mbarrier.cuh.
 void make_mbarrier(std::uint32_t address, int arrivals);
@@ -69,14 +71,18 @@ struct EmulatedMap {
 };
 void load_box(std::uint32_t shared, const EmulatedMap* map, std::uint32_t barrier, int column,
               int y, int z, int batch);
+// The same of plain bytes.
+void load_bulk(std::uint32_t shared, const void* global, std::uint32_t bytes,
+               std::uint32_t barrier);
 
 // Products of a warpgroup, done at the wait: D (64 x 8 TILES) += A B.
 struct WarpgroupProduct {
   float (*d)[4];
   int tiles;
-  bool fp16, accumulate, in_registers;
-  std::uint64_t a, b;      // operands in shared memory, see prim/wgmma.cuh
-  const std::uint32_t* a_registers;  // four of them
+  bool fp16, accumulate;
+  bool a_by_rows, b_by_rows;         // what is summed over, of operands in shared memory
+  std::uint64_t a, b;                // these, see prim/wgmma.cuh
+  const std::uint32_t* a_registers;  // four of them, or null
 };
 void begin_product(const WarpgroupProduct& product);
 void fence_products();

@@ -43,6 +43,13 @@ CUFA2_DEVICE void ldmatrix_x4_trans(u32 (&r)[4], u32 shared) {
   emulator::load_matrices_transposed(r, shared);
 }
 
+CUFA2_DEVICE void stmatrix_x4(u32 shared, const u32 (&r)[4]) {
+  emulator::store_matrices(shared, r, false);
+}
+CUFA2_DEVICE void stmatrix_x4_trans(u32 shared, const u32 (&r)[4]) {
+  emulator::store_matrices(shared, r, true);
+}
+
 CUFA2_DEVICE Chunk load_global_16(const void* global) {
   Chunk c;
   emulator::read_global(global, &c, 16);

@@ -10,3 +10,6 @@ CUFA2_DEVICE void tma_load(u32 shared, const TensorMap& map, u32 barrier, int co
   emulator::load_box(shared, reinterpret_cast<const emulator::EmulatedMap*>(&map), barrier, column,
                      y, z, batch);
 }
+CUFA2_DEVICE void bulk_load(u32 shared, const void* global, u32 bytes, u32 barrier) {
+  emulator::load_bulk(shared, global, bytes, barrier);
+}

@@ -16,15 +16,16 @@ template <int BATCHES> CUFA2_DEVICE void wgmma_wait() { emulator::wait_for_produ
 CUFA2_DEVICE void not_before(float x, u32 never) { (void)x, (void)never; }
 template <class Value, int TILES> CUFA2_DEVICE void pin(Value (&d)[TILES][4]) { (void)d; }
 
-template <class T, int TILES>
-CUFA2_DEVICE void wgmma_columns(float (&d)[TILES][4], u64 a, u64 b, bool accumulate) {
+template <class T, bool A_BY_ROWS, bool B_BY_ROWS, int TILES>
+CUFA2_DEVICE void wgmma_shared(float (&d)[TILES][4], u64 a, u64 b, bool accumulate) {
   static_assert(TILES == 8 || TILES == 10 || TILES == 12 || TILES == 14 || TILES == 16,
                 "N is 64, 80, 96, 112 or 128");
-  emulator::begin_product({d, TILES, is_same<T, fp16_t>, accumulate, false, a, b, nullptr});
+  emulator::begin_product(
+      {d, TILES, is_same<T, fp16_t>, accumulate, A_BY_ROWS, B_BY_ROWS, a, b, nullptr});
 }
 template <class T, int TILES>
 CUFA2_DEVICE void wgmma_rows(float (&d)[TILES][4], const u32 (&a)[4], u64 b) {
   static_assert(TILES == 8 || TILES == 12 || TILES == 16 || TILES == 24 || TILES == 32,
                 "N is 64, 96, 128, 192 or 256");
-  emulator::begin_product({d, TILES, is_same<T, fp16_t>, true, true, 0, b, a});
+  emulator::begin_product({d, TILES, is_same<T, fp16_t>, true, false, true, 0, b, a});
 }

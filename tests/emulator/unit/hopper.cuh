@@ -75,8 +75,8 @@ template <class T, int D, int N, int DV> CUFA2_DEVICE void products(const Hopper
     const u64 left = operand_of_columns(rows), right = operand_of_columns(b + i % 2 * B::kBytes);
 #pragma unroll
     for (int kk = 0; kk < D / 16; ++kk) {
-      wgmma_columns<T>(s.at[0], left + A::step_of_columns(kk), right + B::step_of_columns(kk),
-                       kk != 0);
+      wgmma_shared<T, false, false>(s.at[0], left + A::step_of_columns(kk),
+                                    right + B::step_of_columns(kk), kk != 0);
     }
     wgmma_commit();
     wgmma_wait<0>();
@@ -116,6 +116,106 @@ template <class T, int D, int N, int DV> CUFA2_DEVICE void products(const Hopper
   }
 }
 
+// S = A B^T of two warpgroups again, 64 rows each, rounded, and stored as it is (s) and transposed
+// (t). Then T A, the two of them sharing the rows (N = 128) or the columns, from t as it lies and
+// from s by its rows; factors that a bulk copy brings are added up on top.
+template <class T, int D, int N> CUFA2_DEVICE void transposed(const HopperParams& p) {
+  using A = BlockedTile<128, D>;
+  using B = BlockedTile<N, D>;
+  using S = BlockedTile<128, N>;
+  using St = BlockedTile<N, 128>;
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  const u32 a = shared_address(shared_memory), b = a + A::kBytes, s_tile = b + B::kBytes;
+  const u32 t_tile = s_tile + S::kBytes, factors = t_tile + St::kBytes, full = factors + 4 * N;
+  const int thread = thread_index(), group = warp_uniform(thread / 128);
+  if (thread == 0) {
+    mbarrier_make(full, 1);
+    mbarrier_make_fence();
+    mbarrier_arrive_expecting(full, A::kBytes + B::kBytes + 4 * N);
+    A::load(a, p.a, full, 0, p.head, p.batch);
+    B::load(b, p.b, full, 0, p.head, p.batch);
+    bulk_load(factors, p.claims, 4 * N, full);
+  }
+  block_sync();
+  if (group == 2) return;
+  const int lane = thread % 32, warp = thread % 128 / 32;
+  mbarrier_wait(full, 0);
+  Accumulator<1, N / 8> s;
+  pin(s.at[0]);
+  wgmma_fence();
+  const u64 left = operand_of_columns(a + group * A::kGroupBytes), right = operand_of_columns(b);
+#pragma unroll
+  for (int kk = 0; kk < D / 16; ++kk) {
+    wgmma_shared<T, false, false>(s.at[0], left + A::step_of_columns(kk),
+                                  right + B::step_of_columns(kk), kk != 0);
+  }
+  wgmma_commit();
+  wgmma_wait<0>();
+  pin(s.at[0]);
+  const int row = 64 * group + 16 * warp, inner = lane % 8, matrix = lane / 8;
+#pragma unroll
+  for (int kk = 0; kk < N / 16; ++kk) {
+    u32 packed[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float* pair = &s.at[0][2 * kk + (e >> 1)][2 * (e & 1)];
+      packed[e] = pack2<T>(pair[0], pair[1]);
+    }
+    const int second = matrix / 2 * 8 + inner, first = matrix % 2;
+    stmatrix_x4(s_tile + S::offset(row + 8 * first + inner, 2 * kk + matrix / 2), packed);
+    stmatrix_x4_trans(t_tile + St::offset(16 * kk + second, row / 8 + first), packed);
+  }
+  fence_shared_for_async();
+  group_sync(1, 256);
+  constexpr bool kRows = N == 128;
+  const u32 columns = kRows ? 0 : group * A::kBlockBytes;
+  const u64 by_rows = operand_of_rows(a + columns, 128);
+  for (int way = 0; way < 2; ++way) {
+    Accumulator<1, 8> o;
+    pin(o.at[0]);
+    wgmma_fence();
+#pragma unroll
+    for (int kk = 0; kk < 128 / 16; ++kk) {
+      const u64 step = by_rows + A::step_of_rows(kk);
+      if (way == 0) {
+        const u64 t = operand_of_columns(t_tile + (kRows ? group * St::kGroupBytes : 0));
+        wgmma_shared<T, false, true>(o.at[0], t + St::step_of_columns(kk), step, kk != 0);
+      } else {
+        const u64 t = operand_of_rows(s_tile + (kRows ? group * S::kBlockBytes : 0), 128);
+        wgmma_shared<T, true, true>(o.at[0], t + S::step_of_rows(kk), step, kk != 0);
+      }
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    pin(o.at[0]);
+    float* const out = way == 0 ? p.s : p.o;
+#pragma unroll
+    for (int n = 0; n < 8; ++n)
+      for (int e = 0; e < 4; ++e) {
+        const int i = (kRows ? 64 * group : 0) + 16 * warp + o.row(lane, e >> 1);
+        const int j = (kRows ? 0 : 64 * group) + o.column(lane, n, e);
+        const float factor = static_cast<float>(load_shared_4(factors + 4 * i));
+        out[i * D + j] = o.at[0][n][e] + factor;
+      }
+  }
+  // One warp's share of the same, from fragments.
+  if (thread < 32) {
+    u32 left_of[4], of_rows[4];
+    float o[2][4] = {};
+    for (int kk = 0; kk < 128 / 16; ++kk) {
+      St::load_a(left_of, t_tile, 16, kk, lane);
+      A::load_b_of_rows(of_rows, a, 16 * kk, 2, lane);
+      mma_m16n8k16<T>(o[0], left_of, of_rows[0], of_rows[1]);
+      mma_m16n8k16<T>(o[1], left_of, of_rows[2], of_rows[3]);
+    }
+    for (int n = 0; n < 2; ++n)
+      for (int e = 0; e < 4; ++e) {
+        const int i = lane / 4 + 8 * (e >> 1), j = 8 * n + 2 * (lane % 4) + (e & 1);
+        reinterpret_cast<float*>(p.box)[16 * i + j] = o[n][e];
+      }
+  }
+}
+
 // The last of the blocks to arrive sees what the others wrote, and leaves zero. Its second and
 // third warp do; the barrier is theirs.
 CUFA2_DEVICE void arrivals(const HopperParams& p) {
@@ -134,11 +234,14 @@ CUFA2_DEVICE void claims(const HopperParams& p) {
   if (lane >= 32) return;
   int mine = static_cast<int>(blockIdx.x);
   while (mine < p.count) {
-    u32 word[4];
-    for (int n = 0; n < 4; ++n) word[n] = 16 * t + n;
-    quad_transpose(word, t);
+    u32 words[2][4];
+    for (int n = 0; n < 8; ++n) words[n / 4][n % 4] = 16 * t + n;
+    quad_transpose(words, t);
     bool right = true;
-    for (int n = 0; n < 4; ++n) right &= word[n] == static_cast<u32>(16 * n + t);
+    for (int n = 0; n < 4; ++n) {
+      right &= words[0][n] == static_cast<u32>(16 * n + t);
+      right &= words[1][n] == static_cast<u32>(16 * n + 4 + t);
+    }
     if (!warp_any(!right) && lane == 0) p.claims[mine] += 1;
     mine = warp_uniform(lane == 0 ? claim_work(p.counter) : -1);
   }
