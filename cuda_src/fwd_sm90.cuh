@@ -36,6 +36,8 @@ struct FwdSm90Tile {
   using Q = BlockedTile<BLOCK_Q, D>;
   using K = BlockedTile<BLOCK_K, D>;
   using V = BlockedTile<BLOCK_K, DV>;
+  using O = BlockedTile<BLOCK_Q, DV>;  // in the place of Q
+  static_assert(DV <= D, "O leaves by way of Q's memory");
   using Scores = Accumulator<1, BLOCK_K / 8>;
   using Output = Accumulator<1, DV / 8>;
   using Softmax = LazySoftmax<T, Scores, Output, LATE>;
@@ -124,6 +126,7 @@ template <class Tile, class Mask, class Score> struct Consumer {
   typename Tile::Softmax::Weights weights;
   typename Tile::Output o;
   typename Tile::Softmax softmax;
+  bool sent = false;  // the last tile's Q stage is held until O has left it
 
   CUFA2_DEVICE Consumer(const FwdSm90Params& params, u32 q_tiles, u32 k_tiles, u32 v_tiles,
                         u32 control)
@@ -150,6 +153,14 @@ template <class Tile, class Mask, class Score> struct Consumer {
       release(C::kVEmpty, place.stage);
       place.next();
     }
+  }
+
+  // Releases the Q stage of the last tile.
+  CUFA2_DEVICE void release_sent(int q_stage) {
+    if (!sent) return;
+    sent = false;
+    if (thread_index() % 32 == 0) tma_store_wait();
+    release(C::kQEmpty, q_stage);
   }
 
   // Issues S = Q K^T of the block at `place`.
@@ -220,6 +231,8 @@ template <class Tile, class Mask, class Score> struct Consumer {
       const u32 q_rows = q_tiles + q_stage * Tile::Q::kBytes + group * Tile::Q::kGroupBytes;
       if (p.q_sign != 1.0f) apply_sign<Tile>(q_rows, p.q_sign, thread_index() % 128, 1 + group);
       begin_scores(q_rows);
+      // Later than it could be: by now it need not wait.
+      if constexpr (Tile::Q_STAGES > 1) release_sent(q_stage ^ 1);
       wgmma_wait<0>();
       pin(s.at[0]);
       release(C::kKEmpty, place.stage);
@@ -237,22 +250,23 @@ template <class Tile, class Mask, class Score> struct Consumer {
 #pragma unroll 1
         for (; n >= first; --n) step<true>(q_rows, rows_mask, n);
       }
-      release(C::kQEmpty, q_stage);
       begin_output(place);
       wgmma_wait<0>();
       pin(o.at[0]);
       release(C::kVEmpty, place.stage);
       place.next();
-    } else {
-      release(C::kQEmpty, q_stage);
+    } else if constexpr (Tile::Q_STAGES > 1) {
+      release_sent(q_stage ^ 1);
     }
     skip(first - frame.first);
-    store(frame);
-    if (has_nan(frame)) mend(frame, rows_mask);
+    const bool nan = has_nan(frame);
+    store(frame, q_stage, !nan);
+    if (nan) mend(frame, rows_mask);
     finish(frame);
   }
 
-  CUFA2_DEVICE void store(const TileFrame& frame) {
+  // O and lse. If `may_send` O may arrive later.
+  CUFA2_DEVICE void store(const TileFrame& frame, int q_stage, bool may_send) {
     const OutputPlace<Tile> place(params, frame);
     const int first_row = Tile::warp_row(thread_index());
     float inverse[2], lse[2];
@@ -267,11 +281,16 @@ template <class Tile, class Mask, class Score> struct Consumer {
         else if (p.lse) *place.lse(row) = value;
       }
     }
-    if (place.is_part) {
-      store_part<Tile, false>(place, first_row, o, inverse, 0);
-    } else {
-      store_rows(output_rows(place, first_row, inverse), o, p.head_dim_v);
+    if (!place.is_part && may_send) {
+      const u32 rows = q_tiles + q_stage * Tile::Q::kBytes + 128 * first_row;
+      send_rows(place, first_row, rows, o, output_rows(place, first_row, inverse));
+      sent = true;
+      if constexpr (Tile::Q_STAGES == 1) release_sent(q_stage);
+      return;
     }
+    release(C::kQEmpty, q_stage);
+    if (place.is_part) store_part<Tile, false>(place, first_row, o, inverse, 0);
+    else store_rows(output_rows(place, first_row, inverse), o, p.head_dim_v);
   }
 
   // Whether the mask is of rows and a row of the warp has NaN: some may have leaked.
@@ -332,7 +351,10 @@ template <class Tile, class Mask, class Score> struct Consumer {
       mbarrier_wait(barrier(C::kQFull, q.stage), q.parity);
       const TileFrame frame = load_frame(control + C::kFrames + q.stage * sizeof(TileFrame));
       warp_sync();  // lane 0 releases what all have read
-      if (!frame.valid) return;
+      if (!frame.valid) {
+        if constexpr (Tile::Q_STAGES > 1) release_sent(q.stage ^ 1);
+        return;
+      }
       tile(frame, q.stage);
       q.next();
     }

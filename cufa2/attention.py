@@ -7,7 +7,6 @@ thin over it.
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -134,6 +133,7 @@ class FlashAttention2:
             qv = call["q"]
             o_shape = (*qv.shape[:-1], problem.head_dim_v)
             o, o_view = self._output("out", out, o_shape, problem.dtype, call, at)
+            problem = launch.described(problem, o_view.canonical(self.options.layout))
             lse, lse_view = None, None
             if want_lse or lse_out is not None:
                 lse_shape, lse_dtype = lse_type(problem, len(qv.shape))
@@ -198,8 +198,7 @@ class FlashAttention2:
     def _problem(self, direction: Any, call: dict[str, Any]) -> Problem:
         q, k, v = (call[n].canonical(self.options.layout) for n in ("q", "k", "v"))
         lens = (call["seqlens_q"], call["seqlens_k"])
-        problem = make_problem(direction, self.options, q, k, v, *lens)
-        problem = replace(problem, tensor_maps=all(map(launch.mappable, (q, k, v))))
+        problem = launch.described(make_problem(direction, self.options, q, k, v, *lens), q, k, v)
         mine = (self.head_dim, self.head_dim_v)
         if self.head_dim is not None and mine != (problem.head_dim, problem.head_dim_v):
             raise ValueError(

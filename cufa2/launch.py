@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -177,18 +177,23 @@ def mappable(view: ArrayView) -> bool:
     return not arrays.aligned(view) or device.mappable(view.shape, view.strides, view.itemsize)
 
 
+def described(problem: Problem, *views: ArrayView) -> Problem:
+    """The problem, knowing whether tensor maps can describe these (B, S, H, D) views as well."""
+    return replace(problem, tensor_maps=problem.tensor_maps and all(map(mappable, views)))
+
+
 def _maps(
     variant: Variant, problem: Problem, views: Mapping[str, Any], heads: int
 ) -> dict[str, bytes]:
-    """Tensor maps of q, k and v with boxes of the tile's rows, of q for so many heads; one of q
-    where there are no keys, as no map describes nothing and none of k and v is read."""
-    rows = {"q": variant.tile.block_q, "k": variant.tile.block_k, "v": variant.tile.block_k}
+    """Tensor maps of q, k and v with boxes of the tile's rows, of q for so many heads, and of o
+    with boxes of a warp's rows; one of q where there are no keys, as no map describes nothing and
+    none of k and v is read."""
+    tile, rows = variant.tile, params.STORED_ROWS
+    boxes = {"q": (tile.block_q, heads), "k": (tile.block_k, 0), "v": (tile.block_k, 0)}
     made = {}
-    for name, n in rows.items():
-        x = views[name if problem.seqlen_k else "q"]
-        made[f"{name}_map"] = device.tensor_map(
-            x.pointer, x.shape, x.strides, problem.dtype, n, heads if name == "q" else 0
-        )
+    for name, box in {**boxes, "o": (rows, min(heads, rows))}.items():
+        x = views[name if problem.seqlen_k or name == "o" else "q"]
+        made[f"{name}_map"] = device.tensor_map(x.pointer, x.shape, x.strides, problem.dtype, *box)
     return made
 
 

@@ -33,6 +33,7 @@ Views = Mapping[str, View | None]
 _LOG2_E = math.log2(math.e)
 _MAX_FLOAT32 = 3.4028234663852886e38
 SPLIT_KEYS = 1024  # the least that a tile of few queries gets when keys are split
+STORED_ROWS = 16  # of o, in a box that a warp of fwd_sm90 writes
 WORK_ROWS = 64  # kWorkRows: the work arrays of a backward pass have whole tiles of rows
 
 
@@ -65,7 +66,7 @@ BWD_PARAMS = _layout(
     ("i", ("head_dim", "head_dim_v", *_MASK)),
     ("f", ("tanh_scale", "scale_log2", "scale")),
 )
-MAPS = ("q_map", "k_map", "v_map")
+MAPS = ("q_map", "k_map", "v_map", "o_map")
 FWD_SM90_PARAMS = (
     *_layout(("128s", MAPS)),
     *((f"call.{name}", code) for name, code in FWD_PARAMS),

@@ -126,7 +126,7 @@ class Problem:
     has_seqlens_k: bool = False
     precision: str | None = None
     deterministic: bool = False
-    tensor_maps: bool = True  # q, k and v lie as a tensor map can describe them (device.mappable)
+    tensor_maps: bool = True  # q, k, v and o lie as tensor maps can describe (device.mappable)
 
     @property
     def group(self) -> int:

@@ -74,7 +74,7 @@ def launch(
     params = np.void(packed.ljust(-(-len(packed) // 64) * 64, b"\0"))
     if where.name == "emulated":
         known = [
-            (f"array {n}", x.data.ptr, x.shape, x.strides, x.itemsize, 1 if n < 3 else 3)
+            (f"array {n}", x.data.ptr, x.shape, x.strides, x.itemsize, 1 if n < 2 else 3)
             for n, x in enumerate((*tensors, *out))
         ]
         backend.register(known)
@@ -154,6 +154,8 @@ def test_products(card: Backend, dtype: str, dim: int, n: int, dim_v: int) -> No
 @pytest.mark.parametrize(("dtype", "dim", "n"), [("bfloat16", 64, 128), ("float16", 128, 64)])
 def test_transposed_products(card: Backend, dtype: str, dim: int, n: int) -> None:
     a, b = (whole((2, 120, 2, dim), dtype, seed) for seed in (1, 2))
+    c = whole((2, 25, 2, n - 8), dtype, 3)
+    kept = oracle.host(c).copy()
     direct, by_rows = (oracle.empty((n, dim), "float32") for _ in range(2))
     fragment = oracle.card().zeros((256,), np.uint32)
     factors = oracle.to_device(np.arange(n, dtype=np.uint32))
@@ -161,10 +163,10 @@ def test_transposed_products(card: Backend, dtype: str, dim: int, n: int) -> Non
     launch(
         card,
         f"transposed<{C_TYPES[dtype]}, {dim}, {n}>",
-        [a, b, b],
-        [128, n, n],
+        [a, b, c],
+        [128, n, 16],
         [direct, by_rows, fragment, factors, factors],
-        (1, 0, 0, 1, 1),
+        (1, 0, 20, 1, 1),
     )
     left, right = (np.zeros((size, dim)) for size in (128, n))
     left[:120] = oracle.host(a)[1, :, 1]
@@ -173,6 +175,8 @@ def test_transposed_products(card: Backend, dtype: str, dim: int, n: int) -> Non
     factor = np.arange(n)[:, None]
     np.testing.assert_array_equal(oracle.host(direct), expected + factor)
     np.testing.assert_array_equal(oracle.host(by_rows), expected + factor)
+    kept[1, 20:, 1] = (left @ right.T)[16:21, : n - 8]
+    np.testing.assert_array_equal(oracle.host(c), kept)  # what lies outside is not written
     piece = oracle.host(fragment).view(np.float32).reshape(16, 16)
     np.testing.assert_array_equal(piece, expected[16:32, 32:48])
 

@@ -54,6 +54,37 @@ CUFA2_DEVICE OutputRows<typename Tile::T> output_rows(const OutputPlace<Tile>& p
   return rows;
 }
 
+// Has a warp's 16 rows of O, normalised, written in the background, by way of its rows of Q in
+// shared memory, at `rows`: nobody reads these any more.
+template <class Tile>
+CUFA2_DEVICE void send_rows(const OutputPlace<Tile>& place, int first_row, u32 rows,
+                            const typename Tile::Output& o,
+                            const OutputRows<typename Tile::T>& of) {
+  using T = typename Tile::T;
+  using Rows = typename Tile::O;
+  const int lane = thread_index() % 32, matrix = lane / 8;
+  const u32 row = lane % 8 + matrix % 2 * 8;
+  warp_sync();  // every lane is done with Q
+#pragma unroll
+  for (int kk = 0; kk < Tile::DV / 16; ++kk) {
+    u32 packed[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int r = e & 1;
+      const float* pair = &o.at[0][2 * kk + (e >> 1)][2 * r];
+      const u32 rounded = pack2<T>(pair[0] * of.factor[r], pair[1] * of.factor[r]);
+      packed[e] = of.zero[r] ? 0u : rounded;
+    }
+    stmatrix_x4(rows + Rows::offset(row, 2 * kk + matrix / 2), packed);
+  }
+  fence_shared_for_async();
+  warp_sync();
+  if (lane == 0) {
+    Rows::store(place.params.o_map, rows, place.rows.head_of(first_row),
+                place.rows.position(first_row), place.frame.batch);
+  }
+}
+
 // Writes 16 rows of a part of O, from `column` on. MEND as store_columns has it.
 template <class Tile, bool MEND, class Output>
 CUFA2_DEVICE void store_part(const OutputPlace<Tile>& place, int first_row, const Output& o,

@@ -4,9 +4,9 @@
 #include "params.cuh"
 
 struct FwdSm90Params {
-  // Boxes of 64 columns and a tile's rows. k and v: (B, H, S, D). q: (B, S, H, D), as 2^pack
-  // heads of one key head may share a tile, row by row.
-  TensorMap q_map, k_map, v_map;
+  // Boxes of 64 columns and a tile's rows; of o, a warp's. k and v: (B, H, S, D). q and o:
+  // (B, S, H, D), as 2^pack heads of one key head may share a tile, row by row.
+  TensorMap q_map, k_map, v_map, o_map;
   FwdParams call;
   u32* counter;                   // (2,), zero: see claim_work
   // With splits, which then are all the tiles of a head or of those that share one:

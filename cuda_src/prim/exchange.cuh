@@ -11,8 +11,8 @@ CUFA2_DEVICE float warp_broadcast(float x, int lane) {
   return __shfl_sync(0xffffffffu, x, lane);
 }
 
-// Lanes of a quad exchange words: of each four, lane t hands in word t' for lane t' and gets word t
-// of each. Several at once: what an exchange takes is latency.
+// Lanes of a quad exchange words: of each four, lane t hands in word t' for lane t' and gets word
+// t of each. Several at once: what an exchange takes is latency.
 template <int N> CUFA2_DEVICE void quad_transpose(u32 (&words)[N][4], int t) {
   const bool odd = t & 1, upper = t & 2;
 #pragma unroll

@@ -21,6 +21,19 @@ CUFA2_DEVICE void tma_load(u32 shared, const TensorMap& map, u32 barrier, int co
                   "r"(batch) : "memory");
 }
 
+// The other way, of what lies inside the tensor, once this thread's stores are committed.
+CUFA2_DEVICE void tma_store(const TensorMap& map, u32 shared, int column, int y, int z,
+                            int batch) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group "
+               "[%0, {%2, %3, %4, %5}], [%1];"
+               :: "l"(&map), "r"(shared), "r"(column), "r"(y), "r"(z), "r"(batch) : "memory");
+}
+CUFA2_DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Waits until all of this thread's committed stores have been read from shared memory.
+CUFA2_DEVICE void tma_store_wait() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
 // The same of `bytes` that lie together, a multiple of 16, as both places are.
 CUFA2_DEVICE void bulk_load(u32 shared, const void* global, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "

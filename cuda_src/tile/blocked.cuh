@@ -30,6 +30,15 @@ template <int ROWS_, int COLS_> struct BlockedTile {
     }
   }
 
+  // One thread sends a box of rows, the first of which is at `shared`.
+  static CUFA2_DEVICE void store(const TensorMap& map, u32 shared, int y, int z, int batch) {
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      tma_store(map, shared + block * kBlockBytes, 64 * block, y, z, batch);
+    }
+    tma_store_commit();
+  }
+
   // From the operand of the whole tile to that of k16 step `kk`, summing over columns ...
   static CUFA2_DEVICE constexpr u64 step_of_columns(int kk) {
     return kk / 4 * (kBlockBytes / 16) + kk % 4 * 2;

@@ -46,7 +46,19 @@ struct WarpProducts {
   int registers = 0;
 };
 
+// A box on its way out, and what it held when its thread sent it.
+struct BulkStore {
+  const EmulatedMap* map;
+  u32 shared;
+  int at[4];
+  std::vector<u16> inside;
+};
+struct ThreadStores {
+  std::vector<BulkStore> open, committed;
+};
+
 std::unordered_map<u32, Mbarrier> mbarriers;
+std::unordered_map<int, ThreadStores> stores;
 std::vector<BulkCopy> bulk_copies;
 WarpProducts products[kMaxThreads / 32];
 
@@ -75,22 +87,30 @@ void end_phase_if_complete(Mbarrier& b) {
   for (const auto& [thread, parity] : waiting) wake(thread);
 }
 
+// Where row r of a box lies in global memory, and how many of its elements lie there.
+struct BoxRow {
+  std::uint64_t address;
+  std::size_t count;
+};
+BoxRow row_of(const EmulatedMap& map, const int (&at)[4], u32 r) {
+  const std::int64_t place[4] = {at[0], static_cast<std::int64_t>(at[1]) + r % map.box[0],
+                                 static_cast<std::int64_t>(at[2]) + r / map.box[0], at[3]};
+  for (int axis = 0; axis < 4; ++axis) {
+    if (place[axis] < 0 || place[axis] >= static_cast<std::int64_t>(map.extents[axis])) return {};
+  }
+  std::uint64_t address = map.pointer + 2 * place[0];
+  for (int axis = 1; axis < 4; ++axis) address += place[axis] * map.strides[axis - 1];
+  return {address, std::min<std::size_t>(64, map.extents[0] - place[0])};
+}
+
 // The bytes of a box as they will lie in shared memory.
 std::vector<unsigned char> read_box(const EmulatedMap& map, const int (&at)[4]) {
   std::vector<unsigned char> box(map.rows() * 128);
   for (u32 r = 0; r < map.rows(); ++r) {
     u16 row[64] = {};
-    const std::int64_t place[4] = {at[0], static_cast<std::int64_t>(at[1]) + r % map.box[0],
-                                   static_cast<std::int64_t>(at[2]) + r / map.box[0], at[3]};
-    bool inside = true;
-    for (int axis = 0; axis < 4; ++axis) {
-      inside &= place[axis] >= 0 && place[axis] < static_cast<std::int64_t>(map.extents[axis]);
-    }
-    if (inside) {
-      const std::size_t count = std::min<std::int64_t>(64, map.extents[0] - place[0]);
-      std::uint64_t from = map.pointer + 2 * place[0];
-      for (int axis = 1; axis < 4; ++axis) from += place[axis] * map.strides[axis - 1];
-      bulk_read_global(reinterpret_cast<const void*>(from), row, 2 * count);
+    const BoxRow from = row_of(map, at, r);
+    if (from.count) {
+      bulk_read_global(reinterpret_cast<const void*>(from.address), row, 2 * from.count);
     }
     for (u32 chunk = 0; chunk < 8; ++chunk) {
       std::memcpy(&box[128 * r + 16 * (chunk ^ (r % 8))], row + 8 * chunk, 16);
@@ -107,6 +127,31 @@ void land(const BulkCopy& copy) {
   b.clock.resize(block_threads, 0);
   b.clock[copy.thread] = std::max(b.clock[copy.thread], copy.clock);
   end_phase_if_complete(b);
+}
+
+// The elements of a box in shared memory that lie inside the tensor, row by row.
+std::vector<u16> inside_of(const BulkStore& store) {
+  std::vector<u16> inside;
+  for (u32 r = 0; r < store.map->rows(); ++r) {
+    const std::size_t count = row_of(*store.map, store.at, r).count;
+    for (u32 c = 0; c < count; ++c) {
+      const u32 chunk = store.shared + 128 * r + 16 * (c / 8 ^ r % 8);
+      u16 x;
+      std::memcpy(&x, bulk_read_shared(chunk + 2 * (c % 8), 2), 2);
+      inside.push_back(x);
+    }
+  }
+  return inside;
+}
+
+void write_box(const BulkStore& store) {
+  std::size_t from = 0;
+  for (u32 r = 0; r < store.map->rows(); ++r) {
+    const BoxRow to = row_of(*store.map, store.at, r);
+    if (!to.count) continue;
+    bulk_write_global(reinterpret_cast<void*>(to.address), &store.inside[from], 2 * to.count);
+    from += to.count;
+  }
 }
 
 u32 field(u64 descriptor, int shift) { return (descriptor >> shift & 0x3fff) << 4; }
@@ -202,6 +247,7 @@ void finish(const Product& product, const std::vector<Product>& after) {
 
 void begin_async_block() {
   mbarriers.clear();
+  stores.clear();
   bulk_copies.clear();
   for (auto& w : products) w = WarpProducts();
 }
@@ -216,6 +262,9 @@ bool land_one() {
 }
 
 void end_async_thread() {
+  if (!stores[current].open.empty() || !stores[current].committed.empty()) {
+    fail("a thread ends with stores under way");
+  }
   const auto& mine = products[current / 32];
   if (!mine.open.empty() || !mine.batches.empty()) {
     fail("a thread ends with products of its warpgroup under way");
@@ -269,6 +318,27 @@ void load_box(u32 shared, const EmulatedMap* map, u32 barrier, int column, int y
   bulk_copies.push_back({shared, barrier, target, read_box(*map, {column, y, z, batch}),
                          current, now(current)});
   ++seen(current, current);
+}
+
+void store_box(const EmulatedMap* map, u32 shared, int column, int y, int z, int batch) {
+  if (shared % 1024) fail("a box comes from %u: not a multiple of 1024", shared);
+  BulkStore store{map, shared, {column, y, z, batch}, {}};
+  store.inside = inside_of(store);
+  stores[current].open.push_back(std::move(store));
+}
+
+void commit_stores() {
+  ThreadStores& mine = stores[current];
+  for (auto& store : mine.open) mine.committed.push_back(std::move(store));
+  mine.open.clear();
+}
+
+void wait_for_stores() {
+  for (const auto& store : stores[current].committed) {
+    if (inside_of(store) != store.inside) fail("a box changed before its store had read it");
+    write_box(store);
+  }
+  stores[current].committed.clear();
 }
 
 void load_bulk(u32 shared, const void* global, u32 bytes, u32 barrier) {

@@ -44,6 +44,7 @@ unsigned char* begin_bulk_write(u32 address, u32 bytes);
 void end_bulk_write(u32 address, u32 bytes);
 const unsigned char* bulk_read_shared(u32 address, u32 bytes);
 void bulk_read_global(const void* from, void* to, std::size_t bytes);
+void bulk_write_global(void* to, const void* from, std::size_t bytes);
 u32 random_number();
 
 // memory.cpp: a launch, a block of it, its end, and the end of a thread.

@@ -520,6 +520,10 @@ void bulk_read_global(const void* from, void* to, std::size_t bytes) {
   check_global(reinterpret_cast<std::uintptr_t>(from), bytes, Access::kRead);
   std::memcpy(to, from, bytes);
 }
+void bulk_write_global(void* to, const void* from, std::size_t bytes) {
+  check_global(reinterpret_cast<std::uintptr_t>(to), bytes, Access::kWrite);
+  std::memcpy(to, from, bytes);
+}
 
 void add_global(float* to, float x) { add(to, x); }
 void add_global(double* to, double x) { add(to, x); }

@@ -71,7 +71,11 @@ struct EmulatedMap {
 };
 void load_box(std::uint32_t shared, const EmulatedMap* map, std::uint32_t barrier, int column,
               int y, int z, int batch);
-// The same of plain bytes.
+// The other way: read no earlier than the thread waits for it.
+void store_box(const EmulatedMap* map, std::uint32_t shared, int column, int y, int z, int batch);
+void commit_stores();
+void wait_for_stores();
+// load_box of plain bytes.
 void load_bulk(std::uint32_t shared, const void* global, std::uint32_t bytes,
                std::uint32_t barrier);
 

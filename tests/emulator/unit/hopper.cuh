@@ -7,7 +7,7 @@
 #include "tile/blocked.cuh"
 
 struct HopperParams {
-  TensorMap a, b, c;  // (B, H, S, D), boxes of 128, N and N rows
+  TensorMap a, b, c;  // (B, H, S, D), boxes of 128, N and N (to be stored: 16) rows
   float* s;           // (128, N)
   float* o;           // (128, DV)
   u32* box;           // (128, D / 2), A as it lies in shared memory
@@ -118,7 +118,8 @@ template <class T, int D, int N, int DV> CUFA2_DEVICE void products(const Hopper
 
 // S = A B^T of two warpgroups again, 64 rows each, rounded, and stored as it is (s) and transposed
 // (t). Then T A, the two of them sharing the rows (N = 128) or the columns, from t as it lies and
-// from s by its rows; factors that a bulk copy brings are added up on top.
+// from s by its rows; factors that a bulk copy brings are added up on top. 16 rows of S from the
+// 16th on go to the rows of C from p.row on.
 template <class T, int D, int N> CUFA2_DEVICE void transposed(const HopperParams& p) {
   using A = BlockedTile<128, D>;
   using B = BlockedTile<N, D>;
@@ -167,6 +168,10 @@ template <class T, int D, int N> CUFA2_DEVICE void transposed(const HopperParams
   }
   fence_shared_for_async();
   group_sync(1, 256);
+  if (thread == 0) {
+    S::store(p.c, s_tile + 128 * 16, p.row, p.head, p.batch);
+    tma_store_wait();
+  }
   constexpr bool kRows = N == 128;
   const u32 columns = kRows ? 0 : group * A::kBlockBytes;
   const u64 by_rows = operand_of_rows(a + columns, 128);
