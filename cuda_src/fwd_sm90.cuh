@@ -36,8 +36,11 @@ struct FwdSm90Tile {
   using Q = BlockedTile<BLOCK_Q, D>;
   using K = BlockedTile<BLOCK_K, D>;
   using V = BlockedTile<BLOCK_K, DV>;
-  using O = BlockedTile<BLOCK_Q, DV>;  // in the place of Q
-  static_assert(DV <= D, "O leaves by way of Q's memory");
+  // O leaves by way of shared memory: the rows of Q, or, where the next Q wants their place, those
+  // of a V stage that the producer lends to each warpgroup.
+  static constexpr bool kLends = Q_STAGES == 1;
+  using O = BlockedTile<kLends ? 64 : BLOCK_Q, DV>;
+  static_assert(kLends ? STAGES == kGroups && O::kBytes <= V::kBytes : DV <= D, "there is room");
   using Scores = Accumulator<1, BLOCK_K / 8>;
   using Output = Accumulator<1, DV / 8>;
   using Softmax = LazySoftmax<T, Scores, Output, LATE>;
@@ -45,7 +48,7 @@ struct FwdSm90Tile {
 
   // First row within the tile of a warp that computes; the first warpgroup does not.
   static CUFA2_DEVICE int warp_row(int thread) { return (thread / 32 - 4) * 16; }
-  using Control = ControlBlock<Q_STAGES, STAGES>;
+  using Control = ControlBlock<Q_STAGES, STAGES, kLends ? kGroups : 0>;
   static constexpr int kTileBytes = Q_STAGES * Q::kBytes + STAGES * (K::kBytes + V::kBytes);
   static constexpr int kBytes = kTileBytes + Control::kBytes;
 };
@@ -126,7 +129,8 @@ template <class Tile, class Mask, class Score> struct Consumer {
   typename Tile::Softmax::Weights weights;
   typename Tile::Output o;
   typename Tile::Softmax softmax;
-  bool sent = false;  // the last tile's Q stage is held until O has left it
+  bool sent = false;  // O of the last tile may not have left yet: its memory is held
+  u32 lent_parity = 0;
 
   CUFA2_DEVICE Consumer(const FwdSm90Params& params, u32 q_tiles, u32 k_tiles, u32 v_tiles,
                         u32 control)
@@ -155,13 +159,17 @@ template <class Tile, class Mask, class Score> struct Consumer {
     }
   }
 
-  // Releases the Q stage of the last tile.
+  // Gives back what O of the tile before the one with this Q stage has passed through. As late as
+  // can be: by then it need not wait.
   CUFA2_DEVICE void release_sent(int q_stage) {
     if (!sent) return;
     sent = false;
     if (thread_index() % 32 == 0) tma_store_wait();
-    release(C::kQEmpty, q_stage);
+    if constexpr (Tile::kLends) release(C::kReturned, group());
+    else release(C::kQEmpty, q_stage ^ 1);
   }
+  // Among those that compute; asked for anew, as registers are short.
+  static CUFA2_DEVICE int group() { return warp_uniform(thread_index() / 128) - 1; }
 
   // Issues S = Q K^T of the block at `place`.
   CUFA2_DEVICE void begin_scores(u32 q_rows) {
@@ -212,8 +220,7 @@ template <class Tile, class Mask, class Score> struct Consumer {
 
   CUFA2_DEVICE void tile(const TileFrame& frame, int q_stage) {
     const Mask mask(p, Lengths(frame.len_q, frame.len_k, p.top_left));
-    // Among those that compute; asked for anew, as registers are short.
-    const int group = warp_uniform(thread_index() / 128) - 1;
+    const int group = Consumer::group();
     const TileMask<Mask> rows_mask{mask, {frame.q_begin, frame.head, params.pack}};
     const int begin = rows_mask.rows.position(64 * group);
     const int end = min(rows_mask.rows.position(64 * group + 63) + 1, frame.len_q);
@@ -226,13 +233,13 @@ template <class Tile, class Mask, class Score> struct Consumer {
     const int full_beyond = range.full_end / Tile::BLOCK_K;
     o.clear();
     softmax.reset();
+    if (Tile::kLends && last < frame.last) release_sent(q_stage);  // what is skipped needs it
     skip(frame.last - last);
     if (any) {
       const u32 q_rows = q_tiles + q_stage * Tile::Q::kBytes + group * Tile::Q::kGroupBytes;
       if (p.q_sign != 1.0f) apply_sign<Tile>(q_rows, p.q_sign, thread_index() % 128, 1 + group);
       begin_scores(q_rows);
-      // Later than it could be: by now it need not wait.
-      if constexpr (Tile::Q_STAGES > 1) release_sent(q_stage ^ 1);
+      release_sent(q_stage);
       wgmma_wait<0>();
       pin(s.at[0]);
       release(C::kKEmpty, place.stage);
@@ -250,13 +257,15 @@ template <class Tile, class Mask, class Score> struct Consumer {
 #pragma unroll 1
         for (; n >= first; --n) step<true>(q_rows, rows_mask, n);
       }
+      if constexpr (Tile::kLends) release(C::kQEmpty, q_stage);
       begin_output(place);
       wgmma_wait<0>();
       pin(o.at[0]);
       release(C::kVEmpty, place.stage);
       place.next();
-    } else if constexpr (Tile::Q_STAGES > 1) {
-      release_sent(q_stage ^ 1);
+    } else {
+      release_sent(q_stage);
+      if constexpr (Tile::kLends) release(C::kQEmpty, q_stage);
     }
     skip(first - frame.first);
     const bool nan = has_nan(frame);
@@ -267,30 +276,35 @@ template <class Tile, class Mask, class Score> struct Consumer {
 
   // O and lse. If `may_send` O may arrive later.
   CUFA2_DEVICE void store(const TileFrame& frame, int q_stage, bool may_send) {
-    const OutputPlace<Tile> place(params, frame);
+    const OutputPlace<Tile> output(params, frame);
     const int first_row = Tile::warp_row(thread_index());
     float inverse[2], lse[2];
     softmax.finish(inverse, lse);
+    sent = true;
+    u32 rows = q_tiles + q_stage * Tile::Q::kBytes + 128 * first_row;
+    if constexpr (Tile::kLends) {
+      mbarrier_wait(barrier(C::kLent, group()), lent_parity);
+      lent_parity ^= 1;
+      rows = v_tile(place.stage ^ group()) + 128 * (first_row % 64);
+    }
+    if (output.is_part) {
+      store_part<Tile, false>(output, first_row, o, inverse, 0);
+    } else if (may_send) {
+      send_rows(output, first_row, rows, o, output_rows(output, first_row, inverse));
+    } else {
+      store_rows(output_rows(output, first_row, inverse), o, p.head_dim_v);
+    }
+    // Behind O: what sends that waits for all stores before it.
     const int lane = thread_index() % 32;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = first_row + Tile::Output::row(lane, r), i = place.rows.position(row);
+      const int row = first_row + Tile::Output::row(lane, r), i = output.rows.position(row);
       if (lane % 4 == 0 && i < p.seqlen_q) {
         const float value = i < frame.len_q ? lse[r] : -inf();
-        if (place.is_part) params.part_lse[place.part(row) + place.split] = value;
-        else if (p.lse) *place.lse(row) = value;
+        if (output.is_part) params.part_lse[output.part(row) + output.split] = value;
+        else if (p.lse) *output.lse(row) = value;
       }
     }
-    if (!place.is_part && may_send) {
-      const u32 rows = q_tiles + q_stage * Tile::Q::kBytes + 128 * first_row;
-      send_rows(place, first_row, rows, o, output_rows(place, first_row, inverse));
-      sent = true;
-      if constexpr (Tile::Q_STAGES == 1) release_sent(q_stage);
-      return;
-    }
-    release(C::kQEmpty, q_stage);
-    if (place.is_part) store_part<Tile, false>(place, first_row, o, inverse, 0);
-    else store_rows(output_rows(place, first_row, inverse), o, p.head_dim_v);
   }
 
   // Whether the mask is of rows and a row of the warp has NaN: some may have leaked.
@@ -328,17 +342,20 @@ template <class Tile, class Mask, class Score> struct Consumer {
 
   CUFA2_DEVICE void finish(const TileFrame& frame) {
     const OutputPlace<Tile> place(params, frame);
-    const int group = warp_uniform(thread_index() / 128) - 1;
-    if (place.is_part) merge_parts(place, group, 1 + group);
+    if (place.is_part) merge_parts(place, group(), 1 + group());
   }
 
-  // Whether this lane owns a NaN in a row of the sequence.
+  // Whether this lane owns a NaN, or an infinity, in a row of the sequence.
   CUFA2_DEVICE bool has_nan(const OutputPlace<Tile>& place, int row) const {
-    bool nan[2] = {false, false};
+    float probe[2][2] = {};  // NaN if an element is, or infinite
 #pragma unroll
     for (int n = 0; n < Tile::Output::N_TILES; ++n)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) nan[e >> 1] = nan[e >> 1] || o.at[0][n][e] != o.at[0][n][e];
+      for (int e = 0; e < 4; ++e) {
+        probe[e >> 1][n & 1] = fmaf(o.at[0][n][e], 0.0f, probe[e >> 1][n & 1]);
+      }
+    const float of_row[2] = {probe[0][0] + probe[0][1], probe[1][0] + probe[1][1]};
+    const bool nan[2] = {of_row[0] != of_row[0], of_row[1] != of_row[1]};
     const int lane = thread_index() % 32;
     const int len_q = place.frame.len_q;
     return (nan[0] && place.rows.position(row + Tile::Output::row(lane, 0)) < len_q) ||
@@ -352,7 +369,7 @@ template <class Tile, class Mask, class Score> struct Consumer {
       const TileFrame frame = load_frame(control + C::kFrames + q.stage * sizeof(TileFrame));
       warp_sync();  // lane 0 releases what all have read
       if (!frame.valid) {
-        if constexpr (Tile::Q_STAGES > 1) release_sent(q.stage ^ 1);
+        release_sent(q.stage);
         return;
       }
       tile(frame, q.stage);
@@ -385,6 +402,10 @@ CUFA2_DEVICE void fwd_sm90(const FwdSm90Params& params) {
       mbarrier_make(control + C::kVEmpty + kMbarrierBytes * i, kWarps);
     }
     mbarrier_make(control + C::kVRaw, 1);
+    for (int i = 0; Tile::kLends && i < Tile::kGroups; ++i) {
+      mbarrier_make(control + C::kLent + kMbarrierBytes * i, 1);
+      mbarrier_make(control + C::kReturned + kMbarrierBytes * i, 4);
+    }
     mbarrier_make_fence();
   }
   block_sync();

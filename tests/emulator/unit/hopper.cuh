@@ -116,6 +116,38 @@ template <class T, int D, int N, int DV> CUFA2_DEVICE void products(const Hopper
   }
 }
 
+// Half of T A, rows or columns, and a factor for each row; T from t as it lies or from s by its
+// rows.
+template <class T, class A, class S, class St, bool FROM_S, bool ROWS>
+CUFA2_DEVICE void multiply_transposed_by(u32 a, u32 s_tile, u32 t_tile, u32 factors, float* out) {
+  const int thread = thread_index(), lane = thread % 32, warp = thread % 128 / 32;
+  const int group = warp_uniform(thread / 128);
+  const u64 by_rows = operand_of_rows(a + (ROWS ? 0 : group * A::kBlockBytes), 128);
+  const u64 s = operand_of_rows(s_tile + (ROWS ? group * S::kBlockBytes : 0), 128);
+  const u64 t = operand_of_columns(t_tile + (ROWS ? group * St::kGroupBytes : 0));
+  Accumulator<1, 8> o;
+  pin(o.at[0]);
+  wgmma_fence();
+#pragma unroll
+  for (int kk = 0; kk < 128 / 16; ++kk) {
+    const u64 step = by_rows + A::step_of_rows(kk);
+    const u64 left = FROM_S ? s + S::step_of_rows(kk) : t + St::step_of_columns(kk);
+    wgmma_shared<T, FROM_S, true>(o.at[0], left, step, kk != 0);
+  }
+  wgmma_commit();
+  wgmma_wait<0>();
+  pin(o.at[0]);
+#pragma unroll
+  for (int n = 0; n < 8; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int i = (ROWS ? 64 * group : 0) + 16 * warp + o.row(lane, e >> 1);
+      const int j = (ROWS ? 0 : 64 * group) + o.column(lane, n, e);
+      const float factor = static_cast<float>(load_shared_4(factors + 4 * i));
+      out[i * A::COLS + j] = o.at[0][n][e] + factor;
+    }
+}
+
 // S = A B^T of two warpgroups again, 64 rows each, rounded, and stored as it is (s) and transposed
 // (t). Then T A, the two of them sharing the rows (N = 128) or the columns, from t as it lies and
 // from s by its rows; factors that a bulk copy brings are added up on top. 16 rows of S from the
@@ -173,36 +205,8 @@ template <class T, int D, int N> CUFA2_DEVICE void transposed(const HopperParams
     tma_store_wait();
   }
   constexpr bool kRows = N == 128;
-  const u32 columns = kRows ? 0 : group * A::kBlockBytes;
-  const u64 by_rows = operand_of_rows(a + columns, 128);
-  for (int way = 0; way < 2; ++way) {
-    Accumulator<1, 8> o;
-    pin(o.at[0]);
-    wgmma_fence();
-#pragma unroll
-    for (int kk = 0; kk < 128 / 16; ++kk) {
-      const u64 step = by_rows + A::step_of_rows(kk);
-      if (way == 0) {
-        const u64 t = operand_of_columns(t_tile + (kRows ? group * St::kGroupBytes : 0));
-        wgmma_shared<T, false, true>(o.at[0], t + St::step_of_columns(kk), step, kk != 0);
-      } else {
-        const u64 t = operand_of_rows(s_tile + (kRows ? group * S::kBlockBytes : 0), 128);
-        wgmma_shared<T, true, true>(o.at[0], t + S::step_of_rows(kk), step, kk != 0);
-      }
-    }
-    wgmma_commit();
-    wgmma_wait<0>();
-    pin(o.at[0]);
-    float* const out = way == 0 ? p.s : p.o;
-#pragma unroll
-    for (int n = 0; n < 8; ++n)
-      for (int e = 0; e < 4; ++e) {
-        const int i = (kRows ? 64 * group : 0) + 16 * warp + o.row(lane, e >> 1);
-        const int j = (kRows ? 0 : 64 * group) + o.column(lane, n, e);
-        const float factor = static_cast<float>(load_shared_4(factors + 4 * i));
-        out[i * D + j] = o.at[0][n][e] + factor;
-      }
-  }
+  multiply_transposed_by<T, A, S, St, false, kRows>(a, s_tile, t_tile, factors, p.s);
+  multiply_transposed_by<T, A, S, St, true, kRows>(a, s_tile, t_tile, factors, p.o);
   // One warp's share of the same, from fragments.
   if (thread < 32) {
     u32 left_of[4], of_rows[4];
