@@ -36,11 +36,10 @@ struct FwdSm90Tile {
   using Q = BlockedTile<BLOCK_Q, D>;
   using K = BlockedTile<BLOCK_K, D>;
   using V = BlockedTile<BLOCK_K, DV>;
-  // O leaves by way of shared memory: the rows of Q, or, where the next Q wants their place, those
-  // of a V stage that the producer lends to each warpgroup.
-  static constexpr bool kLends = Q_STAGES == 1;
-  using O = BlockedTile<kLends ? 64 : BLOCK_Q, DV>;
-  static_assert(kLends ? STAGES == kGroups && O::kBytes <= V::kBytes : DV <= D, "there is room");
+  // Where the next Q does not wait for its place, O leaves by way of Q's memory.
+  static constexpr bool kSends = Q_STAGES > 1;
+  using O = BlockedTile<BLOCK_Q, DV>;
+  static_assert(!kSends || DV <= D, "there is room");
   using Scores = Accumulator<1, BLOCK_K / 8>;
   using Output = Accumulator<1, DV / 8>;
   using Softmax = LazySoftmax<T, Scores, Output, LATE>;
@@ -48,7 +47,7 @@ struct FwdSm90Tile {
 
   // First row within the tile of a warp that computes; the first warpgroup does not.
   static CUFA2_DEVICE int warp_row(int thread) { return (thread / 32 - 4) * 16; }
-  using Control = ControlBlock<Q_STAGES, STAGES, kLends ? kGroups : 0>;
+  using Control = ControlBlock<Q_STAGES, STAGES>;
   static constexpr int kTileBytes = Q_STAGES * Q::kBytes + STAGES * (K::kBytes + V::kBytes);
   static constexpr int kBytes = kTileBytes + Control::kBytes;
 };
@@ -129,8 +128,7 @@ template <class Tile, class Mask, class Score> struct Consumer {
   typename Tile::Softmax::Weights weights;
   typename Tile::Output o;
   typename Tile::Softmax softmax;
-  bool sent = false;  // O of the last tile may not have left yet: its memory is held
-  u32 lent_parity = 0;
+  bool sent = false;  // O of the last tile may not have left yet: its Q stage is held
 
   CUFA2_DEVICE Consumer(const FwdSm90Params& params, u32 q_tiles, u32 k_tiles, u32 v_tiles,
                         u32 control)
@@ -159,17 +157,13 @@ template <class Tile, class Mask, class Score> struct Consumer {
     }
   }
 
-  // Gives back what O of the tile before the one with this Q stage has passed through. As late as
-  // can be: by then it need not wait.
+  // Releases the Q stage of the tile before the one with this stage. Late: by then O has left.
   CUFA2_DEVICE void release_sent(int q_stage) {
     if (!sent) return;
     sent = false;
     if (thread_index() % 32 == 0) tma_store_wait();
-    if constexpr (Tile::kLends) release(C::kReturned, group());
-    else release(C::kQEmpty, q_stage ^ 1);
+    release(C::kQEmpty, q_stage ^ 1);
   }
-  // Among those that compute; asked for anew, as registers are short.
-  static CUFA2_DEVICE int group() { return warp_uniform(thread_index() / 128) - 1; }
 
   // Issues S = Q K^T of the block at `place`.
   CUFA2_DEVICE void begin_scores(u32 q_rows) {
@@ -220,7 +214,8 @@ template <class Tile, class Mask, class Score> struct Consumer {
 
   CUFA2_DEVICE void tile(const TileFrame& frame, int q_stage) {
     const Mask mask(p, Lengths(frame.len_q, frame.len_k, p.top_left));
-    const int group = Consumer::group();
+    // Among those that compute; asked for anew, as registers are short.
+    const int group = warp_uniform(thread_index() / 128) - 1;
     const TileMask<Mask> rows_mask{mask, {frame.q_begin, frame.head, params.pack}};
     const int begin = rows_mask.rows.position(64 * group);
     const int end = min(rows_mask.rows.position(64 * group + 63) + 1, frame.len_q);
@@ -233,7 +228,6 @@ template <class Tile, class Mask, class Score> struct Consumer {
     const int full_beyond = range.full_end / Tile::BLOCK_K;
     o.clear();
     softmax.reset();
-    if (Tile::kLends && last < frame.last) release_sent(q_stage);  // what is skipped needs it
     skip(frame.last - last);
     if (any) {
       const u32 q_rows = q_tiles + q_stage * Tile::Q::kBytes + group * Tile::Q::kGroupBytes;
@@ -257,7 +251,7 @@ template <class Tile, class Mask, class Score> struct Consumer {
 #pragma unroll 1
         for (; n >= first; --n) step<true>(q_rows, rows_mask, n);
       }
-      if constexpr (Tile::kLends) release(C::kQEmpty, q_stage);
+      if constexpr (!Tile::kSends) release(C::kQEmpty, q_stage);
       begin_output(place);
       wgmma_wait<0>();
       pin(o.at[0]);
@@ -265,7 +259,7 @@ template <class Tile, class Mask, class Score> struct Consumer {
       place.next();
     } else {
       release_sent(q_stage);
-      if constexpr (Tile::kLends) release(C::kQEmpty, q_stage);
+      if constexpr (!Tile::kSends) release(C::kQEmpty, q_stage);
     }
     skip(first - frame.first);
     const bool nan = has_nan(frame);
@@ -276,33 +270,29 @@ template <class Tile, class Mask, class Score> struct Consumer {
 
   // O and lse. If `may_send` O may arrive later.
   CUFA2_DEVICE void store(const TileFrame& frame, int q_stage, bool may_send) {
-    const OutputPlace<Tile> output(params, frame);
+    const OutputPlace<Tile> place(params, frame);
     const int first_row = Tile::warp_row(thread_index());
     float inverse[2], lse[2];
     softmax.finish(inverse, lse);
-    sent = true;
-    u32 rows = q_tiles + q_stage * Tile::Q::kBytes + 128 * first_row;
-    if constexpr (Tile::kLends) {
-      mbarrier_wait(barrier(C::kLent, group()), lent_parity);
-      lent_parity ^= 1;
-      rows = v_tile(place.stage ^ group()) + 128 * (first_row % 64);
-    }
-    if (output.is_part) {
-      store_part<Tile, false>(output, first_row, o, inverse, 0);
-    } else if (may_send) {
-      send_rows(output, first_row, rows, o, output_rows(output, first_row, inverse));
+    const auto rows = output_rows(place, first_row, inverse);
+    clear_rows(o, rows);
+    if (place.is_part) {
+      store_part<Tile, false>(place, first_row, o, rows, 0);
+    } else if (Tile::kSends && may_send) {
+      send_rows(place, first_row, q_tiles + q_stage * Tile::Q::kBytes + 128 * first_row, o, rows);
     } else {
-      store_rows(output_rows(output, first_row, inverse), o, p.head_dim_v);
+      store_rows(rows, o, p.head_dim_v);
     }
-    // Behind O: what sends that waits for all stores before it.
+    sent = Tile::kSends;
+    // Behind O, as sending waits for all stores before.
     const int lane = thread_index() % 32;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = first_row + Tile::Output::row(lane, r), i = output.rows.position(row);
+      const int row = first_row + Tile::Output::row(lane, r), i = place.rows.position(row);
       if (lane % 4 == 0 && i < p.seqlen_q) {
         const float value = i < frame.len_q ? lse[r] : -inf();
-        if (output.is_part) params.part_lse[output.part(row) + output.split] = value;
-        else if (p.lse) *output.lse(row) = value;
+        if (place.is_part) params.part_lse[place.part(row) + place.split] = value;
+        else if (p.lse) *place.lse(row) = value;
       }
     }
   }
@@ -319,6 +309,7 @@ template <class Tile, class Mask, class Score> struct Consumer {
     const int first_row = Tile::warp_row(thread_index());
     float inverse[2], lse[2];
     softmax.finish(inverse, lse);
+    const auto rows = output_rows(place, first_row, inverse);
     const int begin = place.rows.position(first_row);
     const int end = min(place.rows.position(first_row + 15) + 1, frame.len_q);
     const KvRange range = mask.mask.kv_range(begin, end);
@@ -331,18 +322,15 @@ template <class Tile, class Mask, class Score> struct Consumer {
       Accumulator<1, 4> again;
       sum_again<typename Tile::T>(p, frame, mask, score, softmax, first_row, key_begin, key_end,
                                   column, again);
-      if (place.is_part) {
-        store_part<Tile, true>(place, first_row, again, inverse, column);
-      } else {
-        store_columns<true>(output_rows(place, first_row, inverse), again.at[0], column,
-                            p.head_dim_v);
-      }
+      if (place.is_part) store_part<Tile, true>(place, first_row, again, rows, column);
+      else store_columns<true>(rows, again.at[0], column, p.head_dim_v);
     }
   }
 
   CUFA2_DEVICE void finish(const TileFrame& frame) {
     const OutputPlace<Tile> place(params, frame);
-    if (place.is_part) merge_parts(place, group(), 1 + group());
+    const int group = warp_uniform(thread_index() / 128) - 1;
+    if (place.is_part) merge_parts(place, group, 1 + group);
   }
 
   // Whether this lane owns a NaN, or an infinity, in a row of the sequence.
@@ -402,10 +390,6 @@ CUFA2_DEVICE void fwd_sm90(const FwdSm90Params& params) {
       mbarrier_make(control + C::kVEmpty + kMbarrierBytes * i, kWarps);
     }
     mbarrier_make(control + C::kVRaw, 1);
-    for (int i = 0; Tile::kLends && i < Tile::kGroups; ++i) {
-      mbarrier_make(control + C::kLent + kMbarrierBytes * i, 1);
-      mbarrier_make(control + C::kReturned + kMbarrierBytes * i, 4);
-    }
     mbarrier_make_fence();
   }
   block_sync();

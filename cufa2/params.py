@@ -118,7 +118,7 @@ def sharing(p: Problem, block_q: int, block_k: int, sm_count: int) -> dict[str, 
 
     2^pack query heads of a key head share a tile as long as the queries do not fill it. Where a
     tile then has all queries, its keys are split into parts that together fill the card twice, of
-    SPLIT_KEYS at least. None of it depends on the batch: nor does a row's result.
+    SPLIT_KEYS at least, more than 16 of twice as many. None of it depends on the batch: nor does a row's result.
     """
     pack, heads = 0, p.num_heads
     while p.group % (2 << pack) == 0 and p.seqlen_q << (pack + 1) <= block_q:
@@ -128,7 +128,9 @@ def sharing(p: Problem, block_q: int, block_k: int, sm_count: int) -> dict[str, 
     if p.seqlen_q << pack > block_q:
         return {"pack": pack, "tiles": -(-(p.seqlen_q << pack) // block_q), "split_blocks": 0}
     blocks = -(-p.seqlen_k // block_k)
-    splits = min(p.seqlen_k // SPLIT_KEYS, -(-2 * sm_count // (heads >> pack)))
+    # A part costs some microseconds: of many keys there are fewer than could be.
+    wanted = max(min(p.seqlen_k // SPLIT_KEYS, 16), p.seqlen_k // (2 * SPLIT_KEYS))
+    splits = min(wanted, -(-2 * sm_count // (heads >> pack)))
     if splits < 2:
         return {"pack": pack, "tiles": 1, "split_blocks": 0}
     each = -(-blocks // splits)

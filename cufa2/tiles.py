@@ -66,8 +66,7 @@ class FwdSm90Tile(Tile):
         """The stages, in blocks of 64 columns; barriers and frames."""
         d, dv = (-(-n // 64) * 64 for n in (head_dim, head_dim_v))
         tiles = self.q_stages * self.block_q * d + self.stages * self.block_k * (d + dv)
-        lent = 2 * self.block_q // 64 if self.q_stages == 1 else 0
-        barriers = 8 * (2 * self.q_stages + 4 * self.stages + 1 + lent) + 4
+        barriers = 8 * (2 * self.q_stages + 4 * self.stages + 1) + 4
         return 2 * tiles + -(-barriers // 16) * 16 + 32 * self.q_stages
 
 

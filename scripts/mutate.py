@@ -518,7 +518,7 @@ MUTANTS = (
     Mutant(
         "Hopper: a NaN that has leaked stays",
         f"{CUDA}fwd_sm90.cuh",
-        "if (has_nan(frame)) mend(frame, rows_mask);",
+        "if (nan) mend(frame, rows_mask);",
         "",
     ),
     Mutant(
@@ -547,8 +547,8 @@ MUTANTS = (
     ),
     Mutant(
         "Hopper: other values move with a NaN",
-        f"{CUDA}attn/output_sm90.cuh",
-        "if constexpr (MEND) chunk = where_nan<T>(load_global_16(at), chunk);",
+        f"{CUDA}tile/rows.cuh",
+        "if constexpr (MEND) words[r][n] = where_nan<T>(load_global_8(at), words[r][n]);",
         "",
     ),
     Mutant(
@@ -620,8 +620,56 @@ MUTANTS = (
     Mutant(
         "Hopper: boxes of Q's rows for K",
         f"{CUFA2}launch.py",
-        '"k": variant.tile.block_k, "v"',
-        '"k": variant.tile.block_q, "v"',
+        '"k": (tile.block_k, 0), "v"',
+        '"k": (tile.block_q, 0), "v"',
+    ),
+    Mutant(
+        "Hopper: O sent before the copy engine may see it",
+        f"{CUDA}attn/output_sm90.cuh",
+        "  fence_shared_for_async();\n  warp_sync();\n  if (lane == 0) {\n    Tile::O",
+        "  warp_sync();\n  if (lane == 0) {\n    Tile::O",
+    ),
+    Mutant(
+        "Hopper: O sent before all lanes have put theirs",
+        f"{CUDA}attn/output_sm90.cuh",
+        "  fence_shared_for_async();\n  warp_sync();\n  if (lane == 0) {\n    Tile::O",
+        "  fence_shared_for_async();\n  if (lane == 0) {\n    Tile::O",
+    ),
+    Mutant(
+        "Hopper: the place of Q given back before O has left it",
+        f"{CUDA}fwd_sm90.cuh",
+        "if (thread_index() % 32 == 0) tma_store_wait();",
+        "",
+    ),
+    Mutant(
+        "Hopper: O sent to another position",
+        f"{CUDA}attn/output_sm90.cuh",
+        "place.rows.position(first_row), place.frame.batch);",
+        "place.rows.q_begin + first_row, place.frame.batch);",
+    ),
+    Mutant(
+        "Hopper: O sent to the first of the heads that share a tile",
+        f"{CUDA}attn/output_sm90.cuh",
+        "Tile::O::store(place.params.o_map, target, place.rows.head_of(first_row),",
+        "Tile::O::store(place.params.o_map, target, place.frame.head,",
+    ),
+    Mutant(
+        "Hopper: rows that see no key keep what was summed",
+        f"{CUDA}fwd_sm90.cuh",
+        "    clear_rows(o, rows);\n",
+        "",
+    ),
+    Mutant(
+        "Hopper: an output that no map describes",
+        f"{CUFA2}attention.py",
+        "            problem = launch.described(problem, o_view.canonical(self.options.layout))\n",
+        "",
+    ),
+    Mutant(
+        "Hopper: words exchanged with the wrong lane",
+        f"{CUDA}prim/exchange.cuh",
+        "odd ? word[0] : word[1], 1);",
+        "odd ? word[0] : word[1], 2);",
     ),
 )
 

@@ -30,18 +30,16 @@ template <class Mask> struct TileMask {
   CUFA2_DEVICE bool keep(int row, int j) const { return mask.keep(rows.position(row), j); }
 };
 
-// What lies behind the tiles in shared memory, by byte offsets: mbarriers of each stage, those of
-// what is lent to BORROWERS, a word that nobody reads (see not_before), the frame of each Q stage.
-template <int Q_STAGES, int STAGES, int BORROWERS> struct ControlBlock {
+// What lies behind the tiles in shared memory, by byte offsets: mbarriers of each stage, a word
+// that nobody reads (see not_before), and the frame of each Q stage.
+template <int Q_STAGES, int STAGES> struct ControlBlock {
   static constexpr u32 kQFull = 0, kQEmpty = kQFull + kMbarrierBytes * Q_STAGES;
   static constexpr u32 kKFull = kQEmpty + kMbarrierBytes * Q_STAGES;
   static constexpr u32 kKEmpty = kKFull + kMbarrierBytes * STAGES;
   static constexpr u32 kVFull = kKEmpty + kMbarrierBytes * STAGES;
   static constexpr u32 kVEmpty = kVFull + kMbarrierBytes * STAGES;
   static constexpr u32 kVRaw = kVEmpty + kMbarrierBytes * STAGES;  // V that has rows to be zeroed
-  static constexpr u32 kLent = kVRaw + kMbarrierBytes;
-  static constexpr u32 kReturned = kLent + kMbarrierBytes * BORROWERS;
-  static constexpr u32 kNever = kReturned + kMbarrierBytes * BORROWERS;
+  static constexpr u32 kNever = kVRaw + kMbarrierBytes;
   static constexpr u32 kFrames = (kNever + 4 + 15) / 16 * 16;
   static constexpr u32 kBytes = kFrames + Q_STAGES * sizeof(TileFrame);
 };

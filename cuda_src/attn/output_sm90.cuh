@@ -47,21 +47,20 @@ CUFA2_DEVICE OutputRows<typename Tile::T> output_rows(const OutputPlace<Tile>& p
   for (int r = 0; r < 2; ++r) {
     const int row = first_row + Tile::Output::row(lane, r), i = place.rows.position(row);
     rows.at[r] = place.o(row);
-    rows.factor[r] = inverse[r];
     rows.zero[r] = inverse[r] == 0.0f || i >= place.frame.len_q;
+    rows.factor[r] = rows.zero[r] ? 0.0f : inverse[r];
     rows.inside[r] = i < place.p.seqlen_q;
   }
   return rows;
 }
 
 // Has a warp's 16 rows of O, normalised, written in the background, by way of its rows of Q in
-// shared memory, at `rows`: nobody reads these any more.
+// shared memory, at `target`: nobody reads these any more.
 template <class Tile>
-CUFA2_DEVICE void send_rows(const OutputPlace<Tile>& place, int first_row, u32 rows,
+CUFA2_DEVICE void send_rows(const OutputPlace<Tile>& place, int first_row, u32 target,
                             const typename Tile::Output& o,
-                            const OutputRows<typename Tile::T>& of) {
+                            const OutputRows<typename Tile::T>& rows) {
   using T = typename Tile::T;
-  using Rows = typename Tile::O;
   const int lane = thread_index() % 32, matrix = lane / 8;
   const u32 row = lane % 8 + matrix % 2 * 8;
   warp_sync();  // every lane is done with Q
@@ -70,40 +69,39 @@ CUFA2_DEVICE void send_rows(const OutputPlace<Tile>& place, int first_row, u32 r
     u32 packed[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const int r = e & 1;
-      const float* pair = &o.at[0][2 * kk + (e >> 1)][2 * r];
-      const u32 rounded = pack2<T>(pair[0] * of.factor[r], pair[1] * of.factor[r]);
-      packed[e] = of.zero[r] ? 0u : rounded;
+      const float factor = rows.factor[e & 1];
+      const float* pair = &o.at[0][2 * kk + (e >> 1)][2 * (e & 1)];
+      packed[e] = pack2<T>(pair[0] * factor, pair[1] * factor);
     }
-    stmatrix_x4(rows + Rows::offset(row, 2 * kk + matrix / 2), packed);
+    stmatrix_x4(target + Tile::O::offset(row, 2 * kk + matrix / 2), packed);
   }
   fence_shared_for_async();
   warp_sync();
   if (lane == 0) {
-    Rows::store(place.params.o_map, rows, place.rows.head_of(first_row),
-                place.rows.position(first_row), place.frame.batch);
+    Tile::O::store(place.params.o_map, target, place.rows.head_of(first_row),
+                   place.rows.position(first_row), place.frame.batch);
   }
 }
 
 // Writes 16 rows of a part of O, from `column` on. MEND as store_columns has it.
 template <class Tile, bool MEND, class Output>
 CUFA2_DEVICE void store_part(const OutputPlace<Tile>& place, int first_row, const Output& o,
-                             const float (&inverse)[2], int column) {
+                             const OutputRows<typename Tile::T>& rows, int column) {
   const int lane = thread_index() % 32;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int row = first_row + Output::row(lane, r), i = place.rows.position(row);
-    if (i >= place.p.seqlen_q) continue;
-    const bool zero = inverse[r] == 0.0f || i >= place.frame.len_q;
-    float* const at = place.params.part_o + (place.part(row) + place.split) * Tile::DV + column;
+    if (!rows.inside[r]) continue;
+    const i64 part = place.part(first_row + Output::row(lane, r)) + place.split;
+    float* const at = place.params.part_o + part * Tile::DV + column;
 #pragma unroll
-    for (int n = 0; n < Output::N_TILES; ++n)
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const float x = zero ? 0.0f : o.at[0][n][2 * r + c] * inverse[r];
-        float& target = at[Output::column(lane, n, c)];
-        if (!MEND || target != target) target = x;
-      }
+    for (int n = 0; n < Output::N_TILES; ++n) {
+      const float* pair = &o.at[0][n][2 * r];
+      Words words{__float_as_uint(pair[0] * rows.factor[r]),
+                  __float_as_uint(pair[1] * rows.factor[r])};
+      float* const target = at + Output::column(lane, n, 0);
+      if constexpr (MEND) words = where_nan<float>(load_global_8(target), words);
+      store_global_8(target, words);
+    }
   }
 }
 

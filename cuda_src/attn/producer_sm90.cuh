@@ -34,26 +34,8 @@ CUFA2_DEVICE void produce(const FwdSm90Params& params, u32 q_tiles, u32 k_tiles,
   const bool leader = lane == 0;
   RingPlace<Tile::Q_STAGES> q{0, 1};
   RingPlace<Tile::STAGES> k{0, 1}, v{0, 1};
-  u32 raw_parity = 0, returned_parity = 0;
+  u32 raw_parity = 0;
   int tile = blockIdx.x;
-  // Lends V stages to O of the tile before, and gets them back.
-  const auto lend = [&] {
-    if constexpr (Tile::kLends) {
-      if (tile == blockIdx.x) return;  // there is none
-      auto lent = v;
-#pragma unroll 1
-      for (int group = 0; group < Tile::kGroups; ++group, lent.next()) {
-        const u32 of_group = control + kMbarrierBytes * group;
-        wait_in_step(control + C::kVEmpty + kMbarrierBytes * lent.stage, lent.parity);
-        if (leader) mbarrier_arrive(of_group + C::kLent);
-      }
-#pragma unroll 1
-      for (int group = 0; group < Tile::kGroups; ++group) {
-        wait_in_step(control + C::kReturned + kMbarrierBytes * group, returned_parity);
-      }
-      returned_parity ^= 1;
-    }
-  };
   for (;;) {
     const TileFrame frame = frame_of<Tile, Mask>(params, tile);
     const u32 q_full = control + C::kQFull + kMbarrierBytes * q.stage;
@@ -88,7 +70,6 @@ CUFA2_DEVICE void produce(const FwdSm90Params& params, u32 q_tiles, u32 k_tiles,
         next = leader ? claim_work(params.counter) : 0;
       }
       if (block < frame.last) {
-        if (block == frame.last - 1) lend();
         const int key = (block + 1) * Tile::BLOCK_K;
         const u32 full = control + C::kVFull + kMbarrierBytes * v.stage, raw = control + C::kVRaw;
         const u32 target = v_tiles + v.stage * Tile::V::kBytes;
@@ -108,9 +89,7 @@ CUFA2_DEVICE void produce(const FwdSm90Params& params, u32 q_tiles, u32 k_tiles,
         v.next();
       }
     }
-    if (frame.last < frame.first) lend();
     tile = warp_uniform(next);
   }
-  lend();
   if (leader) end_claims(params.counter);
 }

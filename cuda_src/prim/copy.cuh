@@ -94,6 +94,20 @@ CUFA2_DEVICE Chunk load_global_16(const void* global) {
   return c;
 }
 
+// Two words at a multiple of 8.
+struct alignas(8) Words { u32 word[2]; };
+
+CUFA2_DEVICE Words load_global_8(const void* global) {
+  Words x;
+  asm volatile("ld.global.v2.b32 {%0, %1}, [%2];"
+               : "=r"(x.word[0]), "=r"(x.word[1]) : "l"(global) : "memory");
+  return x;
+}
+CUFA2_DEVICE void store_global_8(void* global, const Words& x) {
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};"
+               :: "l"(global), "r"(x.word[0]), "r"(x.word[1]) : "memory");
+}
+
 CUFA2_DEVICE void store_global_16(void* global, const Chunk& c) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
                :: "l"(global), "r"(c.word[0]), "r"(c.word[1]), "r"(c.word[2]), "r"(c.word[3])

@@ -55,6 +55,15 @@ CUFA2_DEVICE Chunk load_global_16(const void* global) {
   emulator::read_global(global, &c, 16);
   return c;
 }
+struct alignas(8) Words { u32 word[2]; };
+CUFA2_DEVICE Words load_global_8(const void* global) {
+  Words x;
+  emulator::read_global(global, &x, 8);
+  return x;
+}
+CUFA2_DEVICE void store_global_8(void* global, const Words& x) {
+  emulator::write_global(global, &x, 8);
+}
 CUFA2_DEVICE void store_global_16(void* global, const Chunk& c) {
   emulator::write_global(global, &c, 16);
 }

@@ -237,20 +237,16 @@ CUFA2_DEVICE void arrivals(const HopperParams& p) {
   p.s[thread] = static_cast<float>(sum);
 }
 
-// Each claim is somebody's, once; words that a quad exchanges come to their places.
+// Each claim is somebody's, once; words that two lanes exchange come to their places.
 CUFA2_DEVICE void claims(const HopperParams& p) {
   const int lane = thread_index(), t = lane % 4;
   if (lane >= 32) return;
   int mine = static_cast<int>(blockIdx.x);
   while (mine < p.count) {
-    u32 words[2][4];
-    for (int n = 0; n < 8; ++n) words[n / 4][n % 4] = 16 * t + n;
-    quad_transpose(words, t);
-    bool right = true;
-    for (int n = 0; n < 4; ++n) {
-      right &= words[0][n] == static_cast<u32>(16 * n + t);
-      right &= words[1][n] == static_cast<u32>(16 * n + 4 + t);
-    }
+    u32 words[2] = {16u * t, 16u * t + 1};
+    pair_exchange(words, t % 2);
+    const u32 even = t / 2 * 32;  // the even lane's first word
+    const bool right = words[0] == even + t % 2 && words[1] == even + 16 + t % 2;
     if (!warp_any(!right) && lane == 0) p.claims[mine] += 1;
     mine = warp_uniform(lane == 0 ? claim_work(p.counter) : -1);
   }
