@@ -118,7 +118,8 @@ def sharing(p: Problem, block_q: int, block_k: int, sm_count: int) -> dict[str, 
 
     2^pack query heads of a key head share a tile as long as the queries do not fill it. Where a
     tile then has all queries, its keys are split into parts that together fill the card twice, of
-    SPLIT_KEYS at least, more than 16 of twice as many. None of it depends on the batch: nor does a row's result.
+    SPLIT_KEYS at least, or of twice as many from 16 parts on. None of it depends on the batch: nor
+    does a row's result.
     """
     pack, heads = 0, p.num_heads
     while p.group % (2 << pack) == 0 and p.seqlen_q << (pack + 1) <= block_q:

@@ -127,7 +127,7 @@ def test_the_order_of_threads_changes_no_bit() -> None:
         oracle.assert_same(lse_again, lse, "lse")
 
 
-PACKED = [(8, 2), (12, 3), (3, 1)]
+PACKED = [(8, 2), (12, 3), (3, 1), (64, 2)]
 
 
 @pytest.mark.parametrize("heads", PACKED)

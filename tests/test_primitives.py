@@ -46,8 +46,9 @@ def test_what_is_recorded(recorded: Any) -> None:
 
 
 def test_every_primitive_has_a_unit() -> None:
-    """Those of Hopper alone in test_hopper_units.py."""
-    text = primitives.code_of(primitives.FOLDER / "primitives.cuh")
+    """Those of Hopper, and what only its kernels use, in test_hopper_units.py."""
+    files = ("primitives.cuh", "hopper.cuh")
+    text = "".join(primitives.code_of(primitives.FOLDER / name) for name in files)
     for twin in (build.HERE / "prim").glob("*.cuh"):
         for name in primitives.functions_of(twin) if twin.name not in primitives.HOPPER else ():
             assert re.search(rf"\b{name}\b", text), f"{name} of {twin.name}"

@@ -42,9 +42,9 @@ template <class Acc, class T> CUFA2_DEVICE void clear_rows(Acc& x, const OutputR
     }
 }
 
-// Writes factor * x, 8 N columns from `column` on as far as there are `columns`. Two lanes exchange
-// words so that each writes 8 bytes: code that runs once a tile costs by its length. MEND: only
-// where NaN was written before, by the same threads.
+// Writes factor * x, 8 N columns from `column` on as far as there are `columns`. Two lanes
+// exchange words so that each writes 8 bytes: code that runs once a tile costs by its length.
+// MEND: only where NaN was written before, by the same threads.
 template <bool MEND, class T, int N>
 CUFA2_DEVICE void store_columns(const OutputRows<T>& rows, const float (&x)[N][4], int column,
                                 int columns) {

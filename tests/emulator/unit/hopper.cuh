@@ -218,9 +218,12 @@ template <class T, int D, int N> CUFA2_DEVICE void transposed(const HopperParams
       mma_m16n8k16<T>(o[1], left_of, of_rows[2], of_rows[3]);
     }
     for (int n = 0; n < 2; ++n)
-      for (int e = 0; e < 4; ++e) {
-        const int i = lane / 4 + 8 * (e >> 1), j = 8 * n + 2 * (lane % 4) + (e & 1);
-        reinterpret_cast<float*>(p.box)[16 * i + j] = o[n][e];
+      for (int r = 0; r < 2; ++r) {
+        const int i = lane / 4 + 8 * r, j = 8 * n + 2 * (lane % 4);
+        const Words two = load_global_8(p.claims + 16 + i / 2 * 2);
+        const float factor = static_cast<float>(two.word[i % 2]);
+        store_global_8(p.box + 16 * i + j, {__float_as_uint(o[n][2 * r] + factor),
+                                            __float_as_uint(o[n][2 * r + 1] + factor)});
       }
   }
 }
