@@ -486,10 +486,10 @@ MUTANTS = (
         "skip(frame.last - last - 1);",
     ),
     Mutant(
-        "Hopper: the rows of the first warpgroup for all",
+        "Hopper: what a warpgroup's last row sees taken for what its first does",
         f"{CUDA}fwd_sm90.cuh",
         "const int begin = rows_mask.rows.position(64 * group);",
-        "const int begin = rows_mask.rows.position(0);",
+        "const int begin = rows_mask.rows.position(64 * group + 63);",
     ),
     Mutant(
         "Hopper: O not rescaled",
