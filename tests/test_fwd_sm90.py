@@ -14,7 +14,7 @@ import pytest
 from test_gpu_forward import run, run_checked
 from test_kernels import Cell, arrays_of, for_problems, name_of, options_of
 
-from cufa2 import device, params
+from cufa2 import device, flash_attention, params
 from cufa2.kernels import KERNELS, MASKS, SCORES
 from cufa2.testing import Backend
 
@@ -116,6 +116,15 @@ def test_nan_does_not_leak_among_tiles_of_a_block(scale: float | None) -> None:
     np.testing.assert_allclose(got[:130, :, 3], expected[:130, :, 3], rtol=2**-7, atol=1e-6)
     expected[130:, :, 3], expected[:130, :, 3] = np.nan, got[:130, :, 3]
     np.testing.assert_array_equal(got, expected)  # not a bit moves elsewhere
+
+
+def test_an_output_that_no_map_describes() -> None:
+    """Rows in reverse: another kernel writes them."""
+    q, k, v = oracle.inputs(1, 70, 90, 2, 1, 64, 64, "bfloat16")
+    for step in (1, -1):
+        o = oracle.empty(q.shape, "bfloat16")[:, ::step]
+        _, lse = flash_attention(q, k, v, causal=True, return_lse=True, out=o)
+        oracle.check(o, lse, q, k, v, f"every {step}", causal=True)
 
 
 def test_the_order_of_threads_changes_no_bit() -> None:
