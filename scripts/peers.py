@@ -69,8 +69,7 @@ def cupy_graph(calls: list[Call]) -> Call:
         for call in calls:
             call()
         graph = stream.end_capture()
-    launch: Call = graph.launch
-    return launch
+    return partial(replay, graph.launch, calls)
 
 
 def torch_graph(calls: list[Call]) -> Call:
@@ -86,8 +85,12 @@ def torch_graph(calls: list[Call]) -> Call:
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    replay: Call = graph.replay
-    return replay
+    return partial(replay, graph.replay, calls)
+
+
+def replay(launch: Call, calls: list[Call]) -> None:
+    """Launch a graph of `calls`; these keep the arrays that it reads and writes."""
+    launch()
 
 
 def to_host(array: Any) -> np.ndarray:
